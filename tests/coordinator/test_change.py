@@ -277,6 +277,35 @@ def test_a_node_that_cannot_be_drained_stays_unless_its_machine_is_unfit(*, is_u
     assert undrained(cluster) == [(1,)]
 
 
+UNFIT = NoticeTaken(node=1, rank=1, after_s=0.0, reason="its GPU is lost")
+
+
+@pytest.mark.parametrize("max_nodes", [2, 4])
+@pytest.mark.parametrize("later", [UNFIT, DrainRequested(node=1), None])
+def test_a_node_on_an_unfit_machine_leaves_once_another_can_take_its_place(
+    max_nodes: int, later: NoticeTaken | DrainRequested | None
+) -> None:
+    """It stayed for good if nodes were short when its machine was found unfit."""
+    cluster = training(replace(rules(), n0=2, max_nodes=max_nodes))
+    cluster.hear(UNFIT, *((later,) if later else ()))
+    assert undrained(cluster) == [(1,)] * (2 if isinstance(later, DrainRequested) else 1)
+    cluster.join(2)
+    for iteration in range(FIRST + 1, END - 1):
+        cluster.train(iteration)
+
+    assert cluster.state.nodes == (0, 2)
+    assert cluster.state.membership.gone == (1,)
+    assert not cluster.state.stop.is_requested
+
+
+def test_a_node_on_an_unfit_machine_that_is_taken_away_leaves_as_any_other() -> None:
+    """The job saves, and stops for want of nodes."""
+    cluster = training(replace(rules(), n0=2))
+    cluster.hear(UNFIT, NoticeTaken(node=1, rank=1, after_s=30.0))
+
+    assert cluster.state.stop.shortage
+
+
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_drain_ends_no_job_that_can_go_on_without_it(number: int) -> None:
     """A loss in the middle of it leaves too few of three nodes to spare one more, not of four."""

@@ -40,7 +40,12 @@ from planaria.coordinator.membership.shortage import (
     shortage_text,
     without_drains,
 )
-from planaria.coordinator.membership.standby import able_candidates, can_await, num_joining
+from planaria.coordinator.membership.standby import (
+    able_candidates,
+    can_await,
+    num_joining,
+    with_postponed,
+)
 from planaria.coordinator.membership.trust import node_for_policies
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.recovery import begin_recovery
@@ -65,6 +70,8 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     """Begins the best change for joining, leaving and slow nodes, or to a better plan, if any."""
     if state.change is not None or state.commits.ends or state.stop.is_requested:
         return state, ()
+    if state.membership.postponed:
+        state = with_postponed(rules, state, now_s)
     planned, speeds, members = state.plan.slow_nodes, state.speeds, state.membership
     hurried = _hurry_text(rules, state)
     if not (members.leaving or members.candidates or planned or speeds or state.idle or hurried):
@@ -367,6 +374,7 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
         gone=tuple(sorted({*members.gone, *departed})),
         candidates={n: waits for n, waits in members.candidates.items() if n not in switch.nodes},
         leaving={node: leave for node, leave in members.leaving.items() if node in switch.nodes},
+        postponed={n: leave for n, leave in members.postponed.items() if n in switch.nodes},
     )
     state = replace(
         state,

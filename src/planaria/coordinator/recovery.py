@@ -118,6 +118,7 @@ def begin_recovery(
         gone=tuple(sorted({*members.gone, *nodes})),
         candidates={n: waits for n, waits in members.candidates.items() if n not in remaining},
         leaving={n: leave for n, leave in members.leaving.items() if n in remaining},
+        postponed={n: leave for n, leave in members.postponed.items() if n in remaining},
         history=history,
     )
     # A save with all layers on disk lacks only its manifest; the job may go back to it.

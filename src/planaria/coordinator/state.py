@@ -97,6 +97,7 @@ class Membership:
         history: statistics of the job's failures.
         candidates: nodes that have arrived and are not members.
         leaving: nodes that are to leave, with the request for each.
+        postponed: nodes on unfit machines that are to leave once others can take their places.
         is_degraded: whether the launcher knows that fewer than f failures are tolerated.
     """
 
@@ -109,6 +110,7 @@ class Membership:
     history: FailureHistory = field(default_factory=FailureHistory)
     candidates: Mapping[int, WaitingNode] = field(default_factory=dict)
     leaving: Mapping[int, LeaveRequest] = field(default_factory=dict)
+    postponed: Mapping[int, LeaveRequest] = field(default_factory=dict)
     is_degraded: bool = False
 
 

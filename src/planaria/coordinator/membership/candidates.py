@@ -105,6 +105,13 @@ def on_leave_request(
         leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
     if node in members.leaving and leave.kind in (ChangeKind.DRAIN, members.leaving[node].kind):
         return state, ()  # The same request came before.
+    if node in members.postponed:
+        if is_unfit:
+            return state, ()
+        # A drain is decided anew, because somebody waits for the answer.
+        leave = members.postponed[node] if leave.kind is ChangeKind.DRAIN else leave
+        postponed = {n: other for n, other in members.postponed.items() if n != node}
+        members = replace(members, postponed=postponed)
     told: tuple[Notify, ...] = ()
     if isinstance(event, NoticeTaken) and event.reason:
         # What its workers have raised is the machine's fault, and not the job's.

@@ -40,20 +40,22 @@ def with_untold_shortage(rules: Rules, state: JobState, num_left: int) -> JobSta
 def refuse_drains(rules: Rules, state: JobState, num_left: int) -> Step:
     """The state in which no node is drained any more, if too few nodes would be left without them.
 
-    The user's wish to drain is the first thing to be given up when nodes are short.
+    The user's wish to drain is the first thing to be given up when nodes are short. Nodes whose
+    machines are unfit leave later.
 
     Args:
         num_left: number of nodes after all leaving nodes have left, drained or preempted.
     """
-    drained = tuple(node for node in state.nodes if _is_drained(state, node))
+    members = state.membership
+    drained = {n: members.leaving[n] for n in state.nodes if _is_drained(state, n)}
     shortage = shortage_text(rules, num_left)
     if not (drained and shortage):
         return state, ()
     text = f"node {', '.join(map(str, drained))} cannot be drained: {shortage}"
-    members = state.membership
     leaving = {node: leave for node, leave in members.leaving.items() if node not in drained}
-    state = replace(state, membership=replace(members, leaving=leaving))
-    return state, (Notify(Warned(text=text, undrained=drained)),)
+    unfit = {node: leave for node, leave in drained.items() if leave.is_unfit}
+    members = replace(members, leaving=leaving, postponed={**members.postponed, **unfit})
+    return replace(state, membership=members), (Notify(Warned(text=text, undrained=(*drained,))),)
 
 
 def without_drains(state: JobState) -> JobState:

@@ -14,6 +14,7 @@ from typing import Final
 
 from planaria.coordinator.commands import Notify
 from planaria.coordinator.job_rules import Rules
+from planaria.coordinator.membership.shortage import shortage_text
 from planaria.coordinator.membership.trust import trusted_first
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import ChangeKind, LossKind
@@ -38,6 +39,23 @@ def num_joining(rules: Rules, *, num_staying: int, num_able: int) -> int:
     cluster = rules.job.cluster
     beyond_standby = max(num_able - cluster.standby, cluster.nodes - num_staying)
     return max(0, min(num_able, beyond_standby, rules.max_nodes - num_staying))
+
+
+def with_postponed(rules: Rules, state: JobState, now_s: float) -> JobState:
+    """The state in which nodes on unfit machines are to leave again, as many as can be spared."""
+    num_able = len(able_candidates(state, now_s))
+    num_staying = sum(node not in state.membership.leaving for node in state.nodes)
+    for node, leave in sorted(state.membership.postponed.items()):
+        num_staying -= 1
+        num_coming = num_joining(rules, num_staying=num_staying, num_able=num_able)
+        if shortage_text(rules, num_staying + num_coming):
+            break
+        members = state.membership
+        postponed = {n: other for n, other in members.postponed.items() if n != node}
+        leaving = {**members.leaving, node: leave}
+        members = replace(members, leaving=leaving, postponed=postponed)
+        state = replace(state, membership=members)
+    return state
 
 
 def replacements_at_loss(
