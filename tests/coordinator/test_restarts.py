@@ -1,6 +1,7 @@
 """A coordinator that is restarted from its records gets where the one before it was."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from helpers.coordinated import (
     FIRST,
     LEASE_S,
     NOW_S,
+    Survivors,
     of_type,
     save_report,
     small_rules,
@@ -21,8 +23,10 @@ from planaria.coordinator.commands import End, Tell, Tick
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import Ending
-from planaria.core.messages import Abort, PeerUnreachable, Raised
+from planaria.core.messages import Abort, NoticeTaken, PeerUnreachable, Raised
+from planaria.core.persistent_map import PersistentMap
 from planaria.core.records import Committed, Members, Progress
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.protocol.agent_state import on_report
 
 PLAN = shaped_plan((2, 2), 6)
@@ -89,6 +93,60 @@ def test_a_coordinator_may_be_killed_after_each_of_its_steps(story: str) -> None
         assert not of_type(moment.commands, End), where
 
 
+def waiting(n0: int) -> FakeCluster:
+    """Two nodes train, and a third one waits. The coordinator is lost, and the third one's facts
+    come last."""
+    made = small_rules(n0=n0, policy=Survivors())
+    cluster = FakeCluster(replace(made, max_nodes=2), shaped_plan((1, 1), 6))
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.join(2)
+    cluster.restart()
+    assert cluster.state.phase is Phase.TRAINING
+    membership = replace(cluster.state.membership, candidates={})
+    workers = cluster.state.workers
+    workers = PersistentMap({rank: workers[rank] for rank in workers if rank != 2})
+    cluster.state = replace(cluster.state, membership=membership, workers=workers)
+    return cluster
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_loss_that_is_heard_before_a_node_that_waited_is_back_ends_no_job(comes: bool) -> None:
+    """With it there are nodes enough."""
+    cluster = waiting(n0=2)
+    cluster.lose(1)
+    cluster.hear(*[Tick()] * (TICKS_PER_LEASE - 1))
+    assert not of_type(cluster.commands, End)
+    if comes:
+        cluster.join(2)
+    cluster.hear(Tick())
+
+    assert cluster.state.phase is (Phase.TRAINING if comes else Phase.ENDED)
+    assert cluster.state.nodes == ((0, 2) if comes else (0,))
+
+
+def test_a_loss_of_all_members_is_survived_by_a_node_that_waited() -> None:
+    """It goes on from the save."""
+    cluster = waiting(n0=1)
+    cluster.lose(0, 1)
+    cluster.join(2)
+
+    assert cluster.state.phase is Phase.TRAINING
+    assert cluster.state.nodes == (2,)
+
+
+def test_a_notice_that_is_heard_before_a_node_that_waited_is_back_stops_no_job() -> None:
+    """A node that will be taken away can wait for the one that takes its place."""
+    cluster = waiting(n0=2)
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    assert not cluster.state.stop.is_requested
+    cluster.join(2)
+    for iteration in range(FIRST + 1, FIRST + 4):
+        cluster.train(iteration)
+
+    assert cluster.state.nodes == (0, 2)
+
+
 def test_each_of_them_may_be_killed() -> None:
     """The third coordinator stands on the records of two others."""
     for second in lost_one().moments:
@@ -113,6 +171,7 @@ def test_a_last_save_survives_its_coordinator() -> None:
     assert end.ending is Ending.LOST
     for moment in cluster.moments[:-1]:
         moment.restart()
+        moment.hear(*[Tick()] * TICKS_PER_LEASE)  # Nodes that had waited may come back before.
 
         where = f"killed after {moment.last_command}"
         assert moment.commands[-1] == end, where

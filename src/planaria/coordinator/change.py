@@ -43,6 +43,7 @@ from planaria.coordinator.membership.shortage import (
 from planaria.coordinator.membership.standby import (
     able_candidates,
     can_await,
+    may_return,
     num_joining,
     with_postponed,
 )
@@ -218,7 +219,8 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
     """
     if num_left >= (rules.job.resilience.failures_tolerated + 1) * rules.n0:
         return False
-    is_coming = any(
+    may_help = may_return(state) and bool(shortage_text(rules, num_left))
+    is_coming = may_help or any(
         waits.not_before_s <= now_s and not state.has_workers(node)
         for node, waits in state.membership.candidates.items()
     )

@@ -49,6 +49,7 @@ from planaria.coordinator.membership.standby import (
     can_await,
     is_ending,
     is_granted_soon,
+    may_return,
     replacements_at_loss,
 )
 from planaria.coordinator.membership.trust import node_for_policies, with_failures
@@ -138,7 +139,7 @@ def begin_recovery(
     state = without_former_members(state)
     notice = _notice(state, raised)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
-    if not remaining and not can_await(rules, state):
+    if not (remaining or can_await(rules, state) or may_return(state)):
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
     return state, (Notify(notice), *evict, RecordMembers(_members(state)))

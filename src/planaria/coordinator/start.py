@@ -39,6 +39,7 @@ from planaria.core.records import (
     Progress,
     Warned,
 )
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 _UNKNOWN_LOSS: Final = "the coordinator before this one knew"
 
@@ -119,6 +120,7 @@ def restored_step(
         commits=_commits(rules, outcome, progress),
         membership=Membership(
             gone=members.gone,
+            returning_ticks=TICKS_PER_LEASE,
             failures=members.failures,
             history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
             is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
@@ -135,8 +137,7 @@ def restored_step(
         first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
         commits = replace(first.commits, next_iteration=state.commits.next_iteration)
         return replace(first, commits=commits), (record,)
-    is_begun = decision is not None and decision.order.epoch == members.epoch
-    if decision is not None and is_begun and not _is_midway(decision):
+    if decision and decision.order.epoch == members.epoch and not _is_midway(decision):
         failure, reason = decision.failure, decision.reason
         stop = replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason)
         facts = replace(state.facts, decision=decision)

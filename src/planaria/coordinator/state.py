@@ -93,6 +93,8 @@ class Membership:
         domains: name of the failure domain of each node that is in one.
         exposed: domains of which the user knows that their loss takes all holders of some layer.
         missing_ticks: number of this coordinator's ticks in which members had not arrived.
+        returning_ticks: number of ticks left in which nodes that had waited to join when the
+            coordinator before this one was lost may come back.
         failures: number of failures of each machine, and time of the last one.
         history: statistics of the job's failures.
         candidates: nodes that have arrived and are not members.
@@ -106,6 +108,7 @@ class Membership:
     domains: PersistentMap[int, str] = field(default_factory=PersistentMap)
     exposed: frozenset[str] = frozenset()
     missing_ticks: int = 0
+    returning_ticks: int = 0
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     history: FailureHistory = field(default_factory=FailureHistory)
     candidates: Mapping[int, WaitingNode] = field(default_factory=dict)

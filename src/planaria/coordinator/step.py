@@ -274,6 +274,10 @@ def _without_silence(state: JobState, now_s: float) -> JobState:
 def _on_tick(rules: Rules, state: JobState, tick: Tick, now_s: float) -> Step:
     if tick.is_cut_off:
         return _without_silence(state, now_s), ()
+    if state.membership.returning_ticks:
+        returning_ticks = state.membership.returning_ticks - 1
+        members = replace(state.membership, returning_ticks=returning_ticks)
+        state = replace(state, membership=members)
     if is_unsavable(state, now_s):
         return give_up_last_save(state)
     # Else the survivor of a lost node could be taken for the one that is cut off.

@@ -95,11 +95,18 @@ def is_ending(state: JobState) -> bool:
     return bool(stop.must_end or stop.failure) or (stop.is_requested and not stop.shortage)
 
 
+def may_return(state: JobState) -> bool:
+    """Whether nodes that had waited to join may come back to this coordinator, the next one."""
+    return state.membership.returning_ticks > 0 and not is_ending(state)
+
+
 def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
     """Whether a machine that is asked for or waited for may still come in time."""
     loss, awaits = state.facts.loss, can_await(rules, state)
     if loss is None or is_ending(state) or (state.stop.is_requested and not awaits):
         return False
+    if may_return(state):
+        return True
     # A slow disk may have kept the losses before this one waiting; that time does not count.
     has_to_begin = awaits and not loss.is_waiting
     return has_to_begin or now_s < loss.lost_s + _longest_s(rules, state)
@@ -109,7 +116,8 @@ def _longest_s(rules: Rules, state: JobState) -> float:
     """The longest time that a machine is waited for, which includes the start of its node."""
     grant_s = rules.job.cluster.grant_s
     granted_s = _PATIENCE * grant_s + _START_S if grant_s else 0.0
-    return max(granted_s, rules.wait_s if can_await(rules, state) else 0.0)
+    returning_s = rules.job.cluster.lease_s if may_return(state) else 0.0
+    return max(granted_s, returning_s, rules.wait_s if can_await(rules, state) else 0.0)
 
 
 def await_machine(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
