@@ -1,6 +1,8 @@
 """A machine that saves to another place than its head is found out before it trains."""
 
 import errno
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,38 @@ def test_a_mark_is_written_once_the_place_is_back(
     monkeypatch.setattr(shared_saves, "_PATIENCE_S", 0.0)
     with pytest.raises(ConfigError, match=r"checkpoint\.directory"), place_mark(place):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, None])
+def test_a_mark_is_written_once_its_directory_can_be_looked_at(
+    number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head ended with a traceback, or waited for ever. What stays is told at once."""
+    place, real, hanging = tmp_path / "saves", Path.exists, threading.Event()
+    failures = [number, number]
+
+    def exists(path: Path) -> bool:
+        if path == place and failures:
+            failure = failures.pop()
+            if failure is not None:
+                raise OSError(failure, os.strerror(failure))
+            assert hanging.wait(60.0)
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(shared_saves, "_RETRY_S", 0.0)
+    if number is None:
+        monkeypatch.setattr(shared_saves, "_TIMEOUT_S", 0.2)
+
+    if number == errno.EACCES:
+        with pytest.raises(ConfigError, match="Permission denied"), place_mark(str(place)):
+            pass
+        return
+    with place_mark(str(place)) as mark:
+        monkeypatch.setattr(shared_saves, "_TIMEOUT_S", 10.0)
+        check_answer(str(place), mark, answer_mark(str(place), mark))
+    hanging.set()
+    assert not real(place)
 
 
 def test_the_mark_of_a_head_that_was_killed_is_removed(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from planaria.checkpoint.disk.storage import Storage, is_url, storage_of
-from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
-from planaria.errors import CheckpointError, ConfigError, LateError
+from planaria.checkpoint.disk.time_limits import TimeLimitedStorage, answer_in_time
+from planaria.errors import CheckpointError, ConfigError, LateError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ _CACHED_S: Final = 5.0  # A client of NFS may show what was there some seconds a
 _RETRY_S: Final = 0.2
 # What a place refuses for a while only; whatever else it refuses is the user's to mend.
 _PASSING: Final = frozenset({errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT})
+
+Answer = TypeVar("Answer")
 
 
 @contextmanager
@@ -50,10 +53,11 @@ def place_mark(place: str) -> Iterator[str]:
     Raises:
         ConfigError: nothing can be written there, also in a minute where that may pass.
     """
-    mark, path = secrets.token_hex(8), Path(place)
-    made = [] if is_url(place) else [p for p in (path, *path.parents) if not p.exists()]
+    mark, made = secrets.token_hex(8), list[Path]()
     try:
         try:
+            if not is_url(place):
+                made = _patient_answer(partial(_missing, Path(place)), may_pass=_may_pass)
             _write(place, f"{_PREFIX}{mark}/{_HEAD}", mark, may_pass=_may_pass)
         except CheckpointError as error:
             raise ConfigError(_FIELD, place, str(error)) from error
@@ -134,11 +138,40 @@ def _write(
     Raises:
         CheckpointError: the place refuses for longer than a minute, or for a reason that stays.
     """
-    storage, end_s = _storage(place), time.monotonic() + _PATIENCE_S
-    level = logging.WARNING
+    storage = _storage(place)
+    _patient_answer(
+        lambda: storage.write(name, text.encode(), may_write=lambda: True), may_pass=may_pass
+    )
+
+
+def _missing(path: Path) -> list[Path]:
+    """The directories of a path that do not exist, the innermost first.
+
+    Raises:
+        UnreadableError: the disk does not answer, or refuses.
+    """
+
+    def look() -> list[Path]:
+        return [each for each in (path, *path.parents) if not each.exists()]
+
+    try:
+        return answer_in_time(look, where=str(path), timeout_s=_TIMEOUT_S)
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _patient_answer(
+    request: Callable[[], Answer], *, may_pass: Callable[[CheckpointError], bool]
+) -> Answer:
+    """The answer to a request, perhaps after a while.
+
+    Raises:
+        CheckpointError: the place refuses for longer than a minute, or for a reason that stays.
+    """
+    end_s, level = time.monotonic() + _PATIENCE_S, logging.WARNING
     while True:
         try:
-            return storage.write(name, text.encode(), may_write=lambda: True)
+            return request()
         except CheckpointError as error:
             if time.monotonic() > end_s or not may_pass(error):
                 raise
