@@ -2,12 +2,21 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from helpers.command import wait_for
 from planaria.errors import ConfigError
-from planaria.nodes.head.remote.run_record import RUN_FILE, NodeLog, has_nodes, read_run
+from planaria.nodes.head.remote import run_record
+from planaria.nodes.head.remote.run_record import (
+    RUN_FILE,
+    NodeLog,
+    has_nodes,
+    read_run,
+    started_nodes,
+)
 
 
 def log_of(directory: Path, *nodes: int) -> NodeLog:
@@ -65,6 +74,28 @@ def test_a_full_disk_ends_no_job(
 
     assert log.next_node == 2
     assert "No space left on device" in caplog.text
+
+
+def test_a_disk_that_hangs_holds_up_no_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its event loop stood still for as long, so that it heard no node."""
+    hanging, real_write = threading.Event(), os.write
+
+    def write(fd: int, data: bytes) -> int:
+        assert hanging.wait(60.0)
+        return real_write(fd, data)
+
+    log = log_of(tmp_path, 0)
+    monkeypatch.setattr(run_record, "_WRITE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(os, "write", write)
+    log.add(1)
+    log.add(2)
+    assert log.next_node == 3
+    assert "number of node 2 again" in caplog.text
+    hanging.set()
+    wait_for(lambda: started_nodes(tmp_path) == (0, 1, 2), what="the numbers")
+    log.close()
 
 
 def test_the_numbers_go_with_a_journal_that_moves(tmp_path: Path) -> None:

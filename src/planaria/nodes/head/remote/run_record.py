@@ -12,21 +12,25 @@ next one knows how long its nodes have been without one (`record_age_s`).
 import contextlib
 import logging
 import os
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from planaria.checkpoint.disk.tiers import Manifest
+from planaria.checkpoint.disk.time_limits import answer_in_time
 from planaria.core.job import JobConfig
 from planaria.core.specs import Prepared
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, LateError
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE: Final = "journal.run"
 _NODES_FILE: Final = "journal.nodes"
 _NOW_FILE: Final = "journal.now"
+_WRITE_TIMEOUT_S: Final = 1.0  # A part of a lease, for which the head does nothing else.
 TOUCH_PERIOD_S: Final = 10.0
 LIVING_LEASES: Final = 2  # Time for nodes to notice that their head is lost, and to wait for it.
 
@@ -148,29 +152,46 @@ class NodeLog:
         except OSError as error:
             remedy = f"the numbers of nodes cannot be kept there ({error.strerror})"
             raise ConfigError("--state", str(directory), remedy) from error
+        self._waiting: deque[int] = deque()  # The numbers that are not written yet.
+        self._writing = threading.Lock()
         self._nodes = [int(line) for line in content.split() if line.isdigit()]
         # A power loss may have torn the last line.
         self._start = b"" if not content or content.endswith(b"\n") else b"\n"
         self.next_node = max(self._nodes, default=-1) + 1
 
     def add(self, node: int) -> None:
-        """Notes a node before it is started; a disk that refuses is only warned of.
+        """Notes a node before it is started; a disk that refuses, or hangs, is only warned of.
 
         A power loss of the head's machine may lose the newest numbers, but not the first; a killed
-        head loses none.
+        head loses none that it was not warned of. While a write hangs, nothing waits for another:
+        it takes the numbers after it along.
         """
         self._nodes.append(node)
         self.next_node = max(self.next_node, node + 1)
-        try:
-            self._write(b"%d\n" % node)
-        except OSError as error:
-            logger.warning(
-                "%s cannot be written to (%s): if this head is lost, the next one may give the "
-                "number of node %s again",
-                self._path,
-                error.strerror,
-                node,
-            )
+        self._waiting.append(node)
+        problem = f"a write has not ended in {_WRITE_TIMEOUT_S:g} s"
+        if not self._writing.locked():
+            try:
+                write = self._write_waiting
+                answer_in_time(write, where=str(self._path), timeout_s=_WRITE_TIMEOUT_S)
+            except OSError as error:
+                problem = error.strerror or str(error)
+            except (LateError, MemoryError) as error:
+                problem = str(error)
+            else:
+                return
+        logger.warning(
+            "%s cannot be written to (%s): if this head is lost, the next one may give the "
+            "number of node %s again",
+            self._path,
+            problem,
+            node,
+        )
+
+    def _write_waiting(self) -> None:
+        with self._writing:
+            while self._waiting:
+                self._write(b"%d\n" % self._waiting.popleft())
 
     def _write(self, lines: bytes) -> None:
         os.write(self._fd, self._start + lines)
@@ -187,7 +208,8 @@ class NodeLog:
         moved = NodeLog(directory)
         moved._nodes = list(self._nodes)
         moved._write(b"".join(b"%d\n" % node for node in self._nodes))
-        os.close(self._fd)
+        self.close()
+        self._waiting, self._writing = moved._waiting, moved._writing
         self._path, self._fd, self._start = moved._path, moved._fd, b""
 
     def touch(self) -> None:
@@ -199,8 +221,9 @@ class NodeLog:
         os.utime(self._path)
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._fd)
+        """Closes the file, unless a write to it hangs."""
+        if not self._writing.locked():
+            os.close(self._fd)
 
 
 def _open_private(path: str, flags: int) -> int:
