@@ -11,10 +11,10 @@ import pytest
 from helpers.heads import CREDENTIALS, Head, head, runs
 from helpers.tasks import TIMEOUT_S, wait_until
 from planaria.errors import AuthenticationError, StrangerError
-from planaria.transport import head_search
+from planaria.transport import acceptor, head_search
 from planaria.transport.acceptor import Purpose, Streams, connect
 from planaria.transport.credentials import make_credentials
-from planaria.transport.frames import NODES, derive
+from planaria.transport.frames import NODES, Role, derive
 from planaria.transport.head_search import connect_first
 from planaria.transport.sockets import Address
 
@@ -60,6 +60,28 @@ async def test_addresses_that_are_silent_take_no_time_from_the_one_that_answers(
 
     assert identities == [7]
     assert took_s < TIMEOUT_S / 2
+
+
+@runs
+async def test_a_head_that_stops_before_it_has_proved_itself_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had its turn, and the others waited for that until all of the time was over."""
+    num_proofs = 0
+
+    async def prove(*args: Any, **options: Any) -> int:
+        nonlocal num_proofs
+        num_proofs += options["role"] is Role.CONNECT
+        if options["role"] is Role.CONNECT and num_proofs == 1:
+            await asyncio.Event().wait()
+        return await real_prove(*args, **options)
+
+    real_prove = acceptor._prove
+    monkeypatch.setattr(acceptor, "_prove", prove)
+    async with head() as first, head() as second:
+        address = await found(first.address, second.address, timeout_s=4.0)
+        assert address == second.address
+        assert [len(each.accepted) for each in (first, second)] == [0, 1]
 
 
 @runs

@@ -11,17 +11,17 @@ end has sent something, because its buffers take 256 KiB.
 """
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 from planaria.errors import AuthenticationError, ConfigError, StrangerError
@@ -393,14 +393,14 @@ async def connect(
         identity: number of this end that the head is told, below 2^64.
         key: the key that the head must have, too; b"": that of the purpose.
         turn: held while the head is told who connects, and for good once it is proved. Of several
-            connections that share it, one head at most learns of one.
+            connections that share it, one head at most learns of one; it has half of the time.
 
     Raises:
         AuthenticationError: the head has another token file or key; a StrangerError: it is none.
         ConnectionError: the head cannot be reached, or ended the connection before it was proved.
     """
     loop = asyncio.get_running_loop()
-    end_s = loop.time() + timeout_s
+    end_s, turn_s = loop.time() + timeout_s, timeout_s / 2 if turn else timeout_s
     key, turn = key or credentials.derive(purpose.key_name), turn or asyncio.Lock()
     where, problem = address_text(address), ": the name has no address"
     remedy = "is the head running, and may this machine reach that port?"
@@ -413,13 +413,13 @@ async def connect(
         remedy = "name the head's IP address instead, or add the name to /etc/hosts"
         endpoints = []
     for index, (family, _, _, _, endpoint) in enumerate(endpoints):
-        now_s = loop.time()
-        own_end_s = now_s + (end_s - now_s) / (len(endpoints) - index)
+        own_end_s = loop.time() + (end_s - loop.time()) / (len(endpoints) - index)
         try:  # A kernel without IPv6 still resolves names to its addresses.
             sock = socket.socket(family, socket.SOCK_STREAM)
             async with asyncio.timeout_at(own_end_s):
                 streams = await _open(sock, endpoint, purpose, credentials)
-                await _prove_in_turn(turn, streams, key, credentials, identity=identity)
+                prove = partial(_prove, streams, key, credentials, identity=identity)
+                await _prove_in_turn(turn, streams, prove, limit_s=turn_s)
                 return streams
         except AuthenticationError as error:
             raise type(error)(f"{where}: {error}") from error
@@ -432,7 +432,7 @@ async def connect(
 async def _endpoints(address: Address) -> list[tuple[Any, ...]]:
     """Where an address leads; a name is looked up in a thread for which no end of a loop waits."""
     kind, literal = socket.SOCK_STREAM, socket.AI_NUMERICHOST
-    with contextlib.suppress(socket.gaierror):  # It is a name.
+    with suppress(socket.gaierror):  # It is a name.
         return list(socket.getaddrinfo(*address, type=kind, flags=literal))
     found: Future[list[tuple[Any, ...]]] = Future()
     found.set_running_or_notify_cancel()  # Nobody can cancel it from now on.
@@ -467,7 +467,7 @@ async def _open(
 
 
 async def _prove_in_turn(
-    turn: asyncio.Lock, streams: Streams, key: bytes, credentials: Credentials, *, identity: int
+    turn: asyncio.Lock, streams: Streams, prove: Callable[..., Awaitable[int]], *, limit_s: float
 ) -> None:
     try:
         await turn.acquire()
@@ -475,7 +475,8 @@ async def _prove_in_turn(
         streams[1].transport.abort()
         raise
     try:
-        await _prove(streams, key, credentials, role=Role.CONNECT, identity=identity)
+        async with asyncio.timeout(limit_s):
+            await prove(role=Role.CONNECT)
     except BaseException:
         turn.release()
         raise
@@ -593,7 +594,7 @@ def _route_text(endpoint: tuple[object, ...], asked: str) -> str:
     there = address_text((str(endpoint[0]), int(str(endpoint[1]))))
     text = "" if there == asked else f" at {there}"
     family = socket.AF_INET6 if len(endpoint) > 2 else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(endpoint)  # A datagram socket sends nothing by it.
         return f"{text} from {sock.getsockname()[0]}"
     return text

@@ -38,7 +38,7 @@ async def connect_first(
         ConnectionError: no head can be reached, and not each address has refused for good.
     """
     loop = asyncio.get_running_loop()
-    end_s, turn = loop.time() + timeout_s, asyncio.Lock()
+    end_s, turn = loop.time() + timeout_s, asyncio.Lock() if len(addresses) > 1 else None
     head_start_s = min(_HEAD_START_S, timeout_s / (2 * len(addresses)))
     waiting = list(enumerate(addresses))
     found: dict[int, AuthenticationError | OSError] = {}  # Why each address did not do.
