@@ -182,6 +182,23 @@ def test_loaded_state_is_a_copy() -> None:
     assert held.eq(1).all()
 
 
+def test_loaded_state_of_a_parameter_that_is_a_number_lies_on_its_device() -> None:
+    """A kernel that steps it has no way to the host; steps themselves are counted there."""
+    factory = optimizer_factory(training({"name": "AdamW"}))
+    numbers = {"temperature": nn.Parameter(torch.tensor(0.5))}
+    optimizer = factory(numbers.items())
+    step(optimizer, numbers, 0)
+    state = optimizer_state(optimizer, numbers, num_steps=1)
+
+    elsewhere = {"temperature": nn.Parameter(torch.empty((), device="meta"))}
+    loaded = factory(elsewhere.items())
+    load_optimizer_state(loaded, elsewhere, state)
+
+    held = loaded.state[elsewhere["temperature"]]
+    places = {key: value.device.type for key, value in held.items()}
+    assert places == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
 def test_one_implementation_is_pinned_and_names_ignore_case() -> None:
     """The foreach and fused kernels may round differently on another node."""
     parameters = layer("adamw")

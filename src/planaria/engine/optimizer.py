@@ -225,12 +225,13 @@ def _optimizer(
 def _state_value(key: str, value: Tensor, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
     """A copy of the value as torch keeps it: step counts as float32, and scalars on the host.
 
-    A fused optimizer keeps step counts on the device.
+    A fused optimizer keeps step counts on the device, and any the moments of a scalar parameter.
     """
     if key == "step":
         device = parameter.device if optimizer.param_groups[0].get("fused") else None
         return torch.tensor(float(value), dtype=torch.float32, device=device)
-    device = parameter.device if value.dim() > 0 else torch.device("cpu")
+    is_with_parameter = value.dim() > 0 or parameter.dim() == 0
+    device = parameter.device if is_with_parameter else torch.device("cpu")
     return value.detach().to(device, copy=True)
 
 
