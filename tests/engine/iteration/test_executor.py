@@ -4,7 +4,7 @@ import gc
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from planaria.engine.devices import Device, LateDevice
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
-from planaria.errors import AbortedError
+from planaria.errors import AbortedError, PeerLostError
 from planaria.schedule.lower import rank_schedule
 from planaria.transport.pulse import Pulse
 
@@ -134,5 +134,43 @@ def test_the_comm_of_a_closed_executor_is_freed_without_the_garbage_collector() 
         del executor
 
         assert [each() for each in freed] == [None, None]
+    finally:
+        gc.enable()
+
+
+def break_off(broken: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> RankStage:
+    """The stage of a rank whose iteration ended when this method of its comm was called."""
+    dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())
+    batches = Batches(dataset, JOB.training, iteration=0)
+    with executor_on(LateDevice(), plan, Pulse()) as executor:
+        comm, stage = executor._comm, executor._stage
+        assert isinstance(comm, HostComm)
+
+        def fail(*_: object, **__: object) -> None:
+            comm._error = PeerLostError(1, "its connection closed")
+            comm.check()
+
+        monkeypatch.setattr(comm, broken, fail)
+        with suppress(PeerLostError):
+            executor.run(0, batches, votes=lambda: Votes(0, 0, 0, 0))
+        comm.abort("a member is lost")
+    comm.close()
+    monkeypatch.undo()
+    return stage
+
+
+@pytest.mark.parametrize(("broken", "pipelines"), [("sum_over", (1, 1)), ("receive", (2,))])
+def test_an_iteration_that_was_broken_off_keeps_no_layer(
+    broken: str, pipelines: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that move elsewhere would be on the device beside those that come instead."""
+    plan = shaped_plan(pipelines, JOB.num_microbatches)
+    gc.disable()
+    try:
+        stage = break_off(broken, plan, monkeypatch)
+        dropped = [weakref.ref(held) for held in stage.layers.values()]
+        stage.keep_only(())
+
+        assert [each() for each in dropped] == [None] * len(dropped)
     finally:
         gc.enable()

@@ -230,6 +230,7 @@ class Copier:
         self._receiver.close()
         for thread in self._threads:
             thread.join()
+        self._error = None  # It refers to the frames in which it was raised, which hold layers.
 
     # -- threads ----------------------------------------------------------------------------------
 

@@ -150,6 +150,7 @@ class HostComm:
         is_lost = isinstance(self._error, PeerLostError | AbortedError)
         if self._error is not None and not is_lost and not self._is_error_raised:
             raise self._error
+        self._error = None  # It refers to its frames, which refer to this comm and to layers.
 
 
 def _chunk_tag(number: int) -> Tag:

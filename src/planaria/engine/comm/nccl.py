@@ -422,12 +422,13 @@ class NcclComm:
             thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():  # It keeps what it uses, and is of no use to anybody.
                 logger.warning("thread %s of epoch %s goes on", thread.name, self._epoch)
-        with self._changed:  # An error refers to its frames, which refer to this comm.
+        with self._changed:
             self._groups.clear()
         is_lost = isinstance(self._error, PeerLostError | AbortedError)
         if self._error is not None and not is_lost and not self._is_error_raised:
             self._is_error_raised = True
             raise self._error
+        self._error = None  # It refers to its frames, which refer to this comm and to layers.
 
     def _incomplete(self, works: Iterable[tuple[Work, Tensor]]) -> list[tuple[Work, Tensor]]:
         """The operations that are still under way, each with its tensor; all after an abort.

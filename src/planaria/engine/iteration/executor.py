@@ -155,7 +155,9 @@ class Executor:
         self._drop_tensors()
         # The handlers refer to the executor, so only the garbage collector would free it and the
         # comm. It may run in any thread, the one that beats too, and groups take long to free.
+        # So does the error of a reduction, by its frames, and keeps layers that are dropped.
         self._handlers.clear()
+        self._submitted: list[Future[float]] = []
         del self._comm
 
     def _drop_tensors(self) -> None:
@@ -181,7 +183,7 @@ class Executor:
         self._drop_tensors()
         self._losses: dict[int, Tensor] = {}
         self._ready: set[int] = set()
-        self._submitted: list[Future[float]] = []
+        self._submitted = []
         self._spans: list[MeasuredSpan] = []
         self.start_s = self._now_s()
         self.action_s, self.eager_s = {}, 0.0
@@ -192,8 +194,8 @@ class Executor:
         with keep_generators():
             self._run_actions(iteration)
         self._finish_computing()
-        for reduction in self._submitted:
-            self._links.timekeeper.reach(reduction.result(timeout=UNLIMITED_S))
+        for done_s in map(_result, self._submitted):
+            self._links.timekeeper.reach(done_s)
         assert len(self._submitted) == len(self._buckets)
         finish_unshared(
             self._stage, self._schedule, buckets=self._buckets, layers=self._own_indices
@@ -525,6 +527,13 @@ class Executor:
         """Sends the output of a layer, or the gradient of that output."""
         virtual_bytes = self._stage.model.virtual_output_bytes(layer)
         self._comm.send(target, tag, tensor, virtual_bytes=virtual_bytes)
+
+
+def _result(reduction: "Future[float]") -> float:
+    try:
+        return reduction.result(timeout=UNLIMITED_S)
+    finally:  # An error refers to this frame, which must not refer to the error.
+        del reduction
 
 
 def _gradient_of(source: Tensor) -> Tensor:
