@@ -45,7 +45,7 @@ from planaria.core.specs import NodeSpec
 from planaria.data.batches import check_num_samples
 from planaria.data.prefetch import LoaderStart, Prefetch
 from planaria.engine.blame import failure_of
-from planaria.engine.comm.choice import open_comm
+from planaria.engine.comm.choice import NcclTrials, open_comm
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
@@ -143,6 +143,7 @@ class Worker:
         self._evaluator: Evaluator | None = None
         self.loaders: Sequence[Connection] = ()  # Processes that load its samples.
         self._schedule: tuple[Schedule, float] | None = None
+        self._trials = NcclTrials()
         self._regroup_begin_s = 0.0
         self._received_bytes = 0
         self._spans: tuple[MeasuredSpan, ...] = ()
@@ -450,6 +451,7 @@ class Worker:
             copies=start.copies if self._job.sends_copies_over_devices else (),
             job=self._job,
             hosts=[start.addresses[rank][0] for rank in start.plan.all_ranks],
+            trials=self._trials,
             publish=self._publish_comm,
         )
         assert self._control.comm is not None

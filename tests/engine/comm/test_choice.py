@@ -1,6 +1,7 @@
 """Where ranks exchange tensors over NCCL, and what is said where they do not."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from planaria.core.specs import PrepareRequest
 from planaria.engine import prepare
 from planaria.engine.blame import mistake_of
 from planaria.engine.comm import choice
-from planaria.engine.comm.choice import nccl_obstacle, open_comm
+from planaria.engine.comm.choice import NcclTrials, nccl_obstacle, open_comm
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import Device
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, PeerLostError
 from planaria.schedule.lower import rank_schedule
 
 OTHER_MACHINES = ("10.0.0.1", "10.0.0.2")
@@ -52,7 +53,10 @@ class Formed(HostComm):
 
 
 def opened(
-    devices: Sequence[Device], hosts: Sequence[str], job: JobConfig
+    devices: Sequence[Device],
+    hosts: Sequence[str],
+    job: JobConfig,
+    trials: Sequence[NcclTrials] = (NcclTrials(), NcclTrials()),
 ) -> tuple[list[DeviceComm], int]:
     """What each rank opened, and the bytes that they sent for that."""
     plan = shaped_plan((2,), job.num_microbatches)
@@ -66,6 +70,7 @@ def opened(
                 rank_schedule(plan, links.rank),
                 job=job,
                 hosts=hosts,
+                trials=trials[links.rank],
                 publish=lambda comm: comms.update({links.rank: comm}),
             )
             for links, device in zip(ranks, devices, strict=True)
@@ -101,7 +106,8 @@ def test_a_rank_that_is_alone_needs_no_groups(caplog: pytest.LogCaptureFixture) 
     with link_ranks(1) as (links,):
         schedule, publish = rank_schedule(plan, 0), opened_comms.append
         hosts = THIS_MACHINE[:1]
-        open_comm(links, Gpu("a"), plan, schedule, job=job, hosts=hosts, publish=publish)
+        trials, gpu = NcclTrials(), Gpu("a")
+        open_comm(links, gpu, plan, schedule, job=job, hosts=hosts, trials=trials, publish=publish)
 
     assert [type(comm) for comm in opened_comms] == [HostComm]
     assert not caplog.records
@@ -123,6 +129,32 @@ def test_whoever_cannot_use_nccl_keeps_all_from_it(caplog: pytest.LogCaptureFixt
         with pytest.raises(ConfigError, match=reason) as mistake:
             opened(devices, OTHER_MACHINES, job_with("nccl"))
         assert mistake_of(mistake.value)[:2] == ("cluster.transport", '"nccl"')
+
+
+@pytest.mark.usefixtures("nccl")
+def test_ranks_do_without_nccl_once_they_have_tried_it_twice_in_vain(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a third epoch would break, and cost a healthy node; a success in between counts."""
+    devices, trials = [Gpu("a"), Gpu("b")], (NcclTrials(), NcclTrials())
+
+    def form(comm: Formed) -> None:
+        if comm._links.rank == failing:
+            raise PeerLostError(1 - failing, "NCCL error: no space left in /dev/shm")
+        comm.is_formed = True
+
+    monkeypatch.setattr(Formed, "form", form)
+    for failing in (1, -1, 1, 0):
+        with pytest.raises(PeerLostError) if failing >= 0 else nullcontext():
+            opened(devices, OTHER_MACHINES, job_with("auto"), trials)
+    assert not caplog.records
+    failing = -1
+    comms, _ = opened(devices, OTHER_MACHINES, job_with("auto"), trials)
+    only_nccl, _ = opened(devices, OTHER_MACHINES, job_with("nccl"), trials)
+
+    assert [type(comm) for comm in comms] == [HostComm, HostComm]
+    assert "their groups of NCCL could not be formed 2 times in a row" in caplog.text
+    assert all(isinstance(comm, Formed) for comm in only_nccl)
 
 
 @pytest.mark.parametrize(

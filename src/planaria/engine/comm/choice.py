@@ -2,10 +2,16 @@
 
 All ranks must choose the same. What a rank cannot know alone, which GPUs the ranks on other
 machines have, they tell each other over the links.
+
+NCCL may be there and of no use: without enough shared memory in a container, or without a way
+between machines. Then no group can be formed, which looks like links that break between live
+nodes, so healthy nodes would be left out. So ranks count the epochs in a row in which one of them
+has failed to form its groups, and do without NCCL after two, where the job leaves them the choice.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,7 +26,7 @@ from planaria.engine.comm.host import HostComm
 from planaria.engine.comm.nccl import NcclComm, NcclMaker, group_keys
 from planaria.engine.devices import LATE, Device
 from planaria.engine.iteration.groups import reduce_vector
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, PeerLostError
 from planaria.schedule.action import Schedule
 from planaria.transport.links import UNLIMITED_S, Channel, Links
 from planaria.transport.sockets import is_loopback
@@ -28,6 +34,19 @@ from planaria.transport.sockets import is_loopback
 logger = logging.getLogger(__name__)
 
 _EXACT_BITS: Final = 52  # Whole numbers of so many bits are exact in float64.
+_FAILURES_MAX: Final = 2  # One less than the broken epochs that cost a node.
+
+
+@dataclass(slots=True)
+class NcclTrials:
+    """The trials of a rank to form groups of NCCL.
+
+    Attributes:
+        num_failed: number of epochs in a row in which it, or another one as far as it was told,
+            could not form them, though its peers were there.
+    """
+
+    num_failed: int = 0
 
 
 def open_comm(
@@ -39,6 +58,7 @@ def open_comm(
     copies: Sequence[LayerCopy] = (),
     job: JobConfig,
     hosts: Sequence[str],
+    trials: NcclTrials,
     publish: Callable[[DeviceComm], None],
 ) -> None:
     """Opens the comm of an epoch whose links stand; blocks until it can be used.
@@ -46,6 +66,7 @@ def open_comm(
     Args:
         copies: copies of layers that go from device to device.
         hosts: addresses of all ranks of the epoch.
+        trials: trials of this rank so far, to which this one is added.
         publish: takes the comm before anything blocks, so that others can abort it.
 
     Raises:
@@ -59,12 +80,19 @@ def open_comm(
     elif all(map(is_loopback, hosts)):  # All ranks find the same devices here.
         reason = nccl_obstacle(device, num_ranks=len(ranks))
     if not reason:
-        reason = _obstacle_elsewhere(links, device, ranks)
+        reason = _obstacle_elsewhere(links, device, ranks, trials)
+    if not reason and transport == "auto" and trials.num_failed >= _FAILURES_MAX:
+        reason = f"their groups of NCCL could not be formed {trials.num_failed} times in a row"
     keys = group_keys(schedule, copies)
     if not reason and keys:
         comm = NcclComm(links, device, keys, NcclMaker())
         publish(comm)
-        comm.form()
+        try:
+            comm.form()
+        except PeerLostError as error:
+            trials.num_failed += error.rank not in links.lost_peers
+            raise
+        trials.num_failed = 0
         return
     if reason and transport == "nccl":
         raise transport_mistake(reason)
@@ -99,15 +127,29 @@ def transport_mistake(reason: str) -> ConfigError:
     return ConfigError("cluster.transport", "nccl", remedy)
 
 
-def _obstacle_elsewhere(links: Links, device: Device, ranks: Sequence[int]) -> str:
-    """The reason why the ranks cannot use NCCL, the same on all of them; "": they can."""
-    vector = np.zeros(len(ranks), dtype=np.float64)
+def _obstacle_elsewhere(
+    links: Links, device: Device, ranks: Sequence[int], trials: NcclTrials
+) -> str:
+    """The reason why the ranks cannot use NCCL, the same on all of them; "": they can.
+
+    All ranks have the same trials afterwards.
+    """
+    vector = np.zeros((2, len(ranks)), dtype=np.float64)
+    own = ranks.index(links.rank)
     if not nccl_obstacle(device, num_ranks=1):
-        number = xxhash.xxh3_64_intdigest(device.identity.encode()) >> 64 - _EXACT_BITS
-        vector[ranks.index(links.rank)] = max(1, number)
-    numbers = reduce_vector(
-        links, vector, ranks=ranks, iteration=0, timeout_s=UNLIMITED_S, channel=Channel.GROUP
-    ).tolist()
+        digest = xxhash.xxh3_64_intdigest(device.identity.encode())
+        vector[0, own] = max(1, digest >> 64 - _EXACT_BITS)
+    vector[1, own] = trials.num_failed
+    total = reduce_vector(
+        links,
+        vector.reshape(-1),
+        ranks=ranks,
+        iteration=0,
+        timeout_s=UNLIMITED_S,
+        channel=Channel.GROUP,
+    )
+    numbers, failures = total.reshape(vector.shape).tolist()
+    trials.num_failed = int(max(failures))
     rank_of: dict[float, int] = {}
     for rank, number in zip(ranks, numbers, strict=True):
         if not number:
