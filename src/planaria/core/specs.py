@@ -31,6 +31,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         cache_directory: directory in which tokens and profiles are kept between jobs.
         machine: name of the machine that the node runs on; a node that takes the place of a lost
             one may run on the same machine.
+        slot: number among the nodes that share the machine, which no other live one has; -1: not
+            known, and the node's number stands for it.
         domain: name of the failure domain of that machine; "": none is known.
         speed: speed of that machine relative to the job's profile, as far as it is known.
         patience_s: seconds in which the node looks for a head that it has lost; 0: the head is on
@@ -62,6 +64,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     cache_directory: str
     machine: str = ""
+    slot: int = -1
     domain: str = ""
     speed: float = 1.0
     host: str = "127.0.0.1"
@@ -88,6 +91,12 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """The node alone, for the same reason."""
         return [("node", self.node)]
+
+    @property
+    def device_number(self) -> int:
+        """The number of the worker's device among those of the machine, modulo how many it has."""
+        slot = self.node if self.slot < 0 else self.slot
+        return slot * self.job.cluster.devices_per_node + self.device
 
     @property
     def rank(self) -> int:

@@ -473,6 +473,7 @@ def find_device(kind: str, *, rank: int) -> Device:
     there are. So several ranks share one if there are fewer accelerators than ranks.
 
     Args:
+        rank: number of the rank among those of the machine.
         kind: AUTO (an accelerator if the machine has one, else the processor), LATE, or a type of
             device of torch.
 

@@ -50,7 +50,9 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
     try:
         try:  # CUDA may start for longer than a lease, and lets no other thread run meanwhile.
-            device = device_of(spec.job, rank=spec.rank, pinned_bytes=pinned_bytes_of(spec))
+            device = device_of(
+                spec.job, rank=spec.device_number, pinned_bytes=pinned_bytes_of(spec)
+            )
         finally:  # The first beat has a longer time limit.
             control = Control(
                 agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice

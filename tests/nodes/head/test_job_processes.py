@@ -1,7 +1,10 @@
 """What a launcher knows of its agents and coordinators."""
 
+import msgspec
 import pytest
 
+from helpers.offered_machines import node_spec
+from planaria.core.job import ClusterConfig, JobConfig
 from planaria.nodes.forkserver import UNKNOWN, exit_text
 from planaria.nodes.head import job_processes
 from planaria.nodes.head.job_processes import JobProcesses
@@ -20,6 +23,22 @@ def test_a_node_starts_on_a_machine_without_a_node() -> None:
     assert processes.next_node == 2
     assert processes.assign_machine(2, starting=(), is_new=False) == first
     assert processes.assign_machine(3, starting=(2,), is_new=True) not in {first, second}
+
+
+def test_a_node_has_the_devices_of_the_lost_one_that_it_reslots() -> None:
+    """Its number would give it those of another live node, while others have none."""
+    processes = JobProcesses()
+    slots = [processes.assign_slot(node, starting=range(node)) for node in range(4)]
+    for node in range(4):
+        processes.add_agent(node, 10 + node)
+    processes.add_exit(12, -9)
+    job = JobConfig(cluster=ClusterConfig(devices_per_node=2))
+    unknown = msgspec.structs.replace(node_spec(job, 4), device=1)
+    known = msgspec.structs.replace(unknown, slot=processes.assign_slot(4, starting=()))
+
+    assert slots == [0, 1, 2, 3]
+    assert (known.device_number, unknown.device_number) == (5, 9)
+    assert processes.assign_slot(5, starting=(4,)) == 4
 
 
 def test_an_agent_may_end_before_its_pid_is_known() -> None:

@@ -24,6 +24,7 @@ class JobProcesses:
         self._killed: set[int] = set()  # Nodes whose agents were killed here.
         self._coordinators: set[int] = set()  # Pids of those that have not ended.
         self._machines: dict[int, str] = {}
+        self._slots: dict[int, int] = {}
         # The exit statuses of processes that ended before they were noted here, by pid.
         self._exits: dict[int, int] = {}
 
@@ -45,6 +46,18 @@ class JobProcesses:
         names = map("machine-{}".format, count())
         self._machines[node] = next(name for name in names if name not in used)
         return self._machines[node]
+
+    def assign_slot(self, node: int, *, starting: Collection[int]) -> int:
+        """Notes and returns the lowest slot that no other node has, alive or to be started.
+
+        A node in the place of a lost one has its devices, while others keep theirs.
+
+        Args:
+            starting: nodes that have a slot but no agent yet.
+        """
+        used = {self._slots[other] for other in {*self.live_agents, *starting}}
+        self._slots[node] = next(slot for slot in count() if slot not in used)
+        return self._slots[node]
 
     def add_agent(self, node: int, pid: int) -> None:
         """Notes the agent of a node, which may have ended already."""

@@ -124,11 +124,12 @@ class LocalNodes:
         self.lifeline_fd, self._write_fd = os.pipe()
 
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
-        """See NodeHandles. A machine is a name here: every node runs on this one."""
+        """See NodeHandles. A machine is a name here: every node has its slot on this one."""
         machine = self.processes.assign_machine(
             spec.node, starting=self.forker.nodes, is_new=is_granted
         )
-        payload = msgspec.json.encode(msgspec.structs.replace(spec, machine=machine))
+        slot = self.processes.assign_slot(spec.node, starting=self.forker.nodes)
+        payload = msgspec.json.encode(msgspec.structs.replace(spec, machine=machine, slot=slot))
         self.forker.add(spec.node, payload, (self.lifeline_fd,))
 
     def drop(self, node: int) -> None:
