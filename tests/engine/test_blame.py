@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from planaria.core.job import JobConfig
-from planaria.core.messages import Blame
+from planaria.core.messages import Blame, WorkerFailed
 from planaria.core.specs import NodeSpec
 from planaria.engine.blame import blame_of, failure_of
+from planaria.errors import ConfigError
 from planaria.transport.frames import FROM_NODE_BYTES_MAX
 
 
@@ -83,3 +84,32 @@ def test_an_error_of_any_length_can_be_reported() -> None:
     assert "ValueError: first" in failure.traceback
     assert "characters are left out" in failure.traceback
     assert failure.traceback.endswith("last\n")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("it has no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no image: caf\udce9.jpg"), "no image: caf\\udce9.jpg"),
+        (ConfigError("data.path", "caf\udce9.jpg", "is no image"), "caf\\udce9.jpg"),
+        (Unspeakable(), "<exception str() failed>"),
+    ],
+)
+def test_an_error_of_any_text_can_be_reported(error: Exception, told: str) -> None:
+    """Python names a file whose name is not UTF-8 by characters that JSON does not have. A worker
+    that could not report its error ended, with the layers that it held, and nothing was saved."""
+    spec = NodeSpec(
+        job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+    )
+    failure = failure_of(error, spec, pid=1, epoch=0, layers=(0, 0))
+    received = msgspec.json.decode(msgspec.json.encode(failure), type=WorkerFailed)
+
+    assert received == failure
+    assert failure.blame == "job"
+    assert failure.raised is not None
+    assert told in failure.raised.message
+    assert told in failure.traceback

@@ -34,7 +34,7 @@ def blame_of(error: BaseException) -> Blame:
             return "memory"
         if isinstance(link, OSError | torch.AcceleratorError | dist.DistError):
             return "node"
-        if isinstance(link, RuntimeError) and any(text in str(link) for text in _DEVICE_FAULTS):
+        if isinstance(link, RuntimeError) and any(text in _text(link) for text in _DEVICE_FAULTS):
             return "node"
     return "job"
 
@@ -48,7 +48,7 @@ def failure_of(
         layers: first and end of the layers that were being computed; both 0: none.
     """
     first_layer, end_layer = layers
-    message = " ".join(str(error).split())[:_MESSAGE_MAX]
+    message = " ".join(_text(error).split())[:_MESSAGE_MAX]
     return WorkerFailed(
         node=spec.node,
         rank=spec.rank,
@@ -78,7 +78,7 @@ def is_of_memory(error: BaseException) -> bool:
     """Whether the exception itself, regardless of its causes, says that memory is full."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    is_named = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    is_named = isinstance(error, RuntimeError) and any(text in _text(error) for text in _NO_MEMORY)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_named
 
 
@@ -93,9 +93,22 @@ def mistake_of(error: ConfigError) -> tuple[str, str, str]:
     """Field, value and remedy of a user's mistake; the value is JSON, of its text if need be."""
     try:
         value = msgspec.json.encode(error.value)
-    except TypeError:
-        value = msgspec.json.encode(str(error.value))
-    return error.field, value.decode(), error.remedy
+    except (TypeError, UnicodeEncodeError):
+        value = msgspec.json.encode(_sendable(str(error.value)))
+    return _sendable(error.field), value.decode(), _sendable(error.remedy)
+
+
+def _text(error: BaseException) -> str:
+    """The exception's own text, as a message can carry it; some raise when they are asked."""
+    try:
+        return _sendable(str(error))
+    except Exception:
+        return "<exception str() failed>"  # As the module traceback has it.
+
+
+def _sendable(text: str) -> str:
+    """The text with escapes for what UTF-8 cannot encode: parts of a file name in another code."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # -- tracebacks of exceptions in the user's code, without the frames that called that code ---------
@@ -117,7 +130,7 @@ def user_traceback(error: BaseException) -> str:
     while link is not None:
         _shorten(link.stack)
         link = link.__cause__ or link.__context__
-    text = "".join(whole.format())
+    text = _sendable("".join(whole.format()))
     if len(text) <= _CHARACTERS_MAX:
         return text
     half = _CHARACTERS_MAX // 2
