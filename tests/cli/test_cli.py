@@ -168,6 +168,23 @@ def test_a_file_that_is_there_has_to_be_writable_and_its_directory_does_not(
         check_writable("--report", path)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", str(PACED), "--report", "x" * 300),
+        ("train", str(PACED), "--timeline", "x" * 300),
+        ("train", "x" * 300 + ".py"),
+        ("events", "x" * 300),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_a_mistake_of_the_user(words: tuple[str, ...]) -> None:
+    """As it does where the user may not enter a directory, which root may: no traceback."""
+    shown = command(*words)
+
+    assert shown.exit_code == 2, shown.exception
+    assert "x" * 300 in shown.output
+
+
 UNGUARDED = f"""
 planaria.Job.from_file({str(PACED)!r}).train()
 """

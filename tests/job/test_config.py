@@ -302,6 +302,24 @@ def test_a_mistake_is_told_with_its_field_and_a_way_out(
 
 
 @pytest.mark.parametrize(
+    "key",
+    ["data.path", "evaluation.path", "model.path", "model.profile", "checkpoint.directory"],
+)
+def test_a_path_that_the_system_refuses_is_a_mistake_that_names_its_key(key: str) -> None:
+    """So it does where the user may not enter a directory, which root always may. No user may have
+    a name that is this long."""
+    table, name = key.split(".")
+    tables = {**SMALLEST, table: {**SMALLEST.get(table, {}), name: "x" * 300}}
+    if table == "evaluation":
+        tables[table]["every"] = 5
+
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(job_from_dict(tables))
+
+    assert caught.value.field == key
+
+
+@pytest.mark.parametrize(
     ("tables", "told"),
     [
         ({"resilience": {"policy": "adaptve"}}, "resilience.policy = 'adaptve'"),

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
+from planaria.job.checks import name_refusals
 from planaria.nodes.output import Outlet, finish, unfailing
 
 _PIPED_COLUMNS = 1000
@@ -91,12 +92,13 @@ def check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     folder = absolute_path(path).parent
-    if path.is_dir() or not folder.is_dir():
-        raise ConfigError(option, str(path), "name a file in a writable directory")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise ConfigError(option, str(path), "this file is not writable; name another one")
-    if not path.exists() and not os.access(folder, os.W_OK):
-        raise ConfigError(option, str(path), "name a file in a writable directory")
+    with name_refusals(option, str(path)):
+        if path.is_dir() or not folder.is_dir():
+            raise ConfigError(option, str(path), "name a file in a writable directory")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ConfigError(option, str(path), "this file is not writable; name another one")
+        if not path.exists() and not os.access(folder, os.W_OK):
+            raise ConfigError(option, str(path), "name a file in a writable directory")
 
 
 def write(option: str, path: Path, data: bytes) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job, record_of
 from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
+from planaria.job.checks import name_refusals
 from planaria.nodes.head.requests import TellEvents
 from planaria.observe.metrics import EventRecord
 from planaria.show.story import event_lines
@@ -67,8 +68,9 @@ def events(
 
 def _reports(path: Path) -> list[Path]:
     """The path itself if it is a file; else the reports in the directory, sorted by name."""
-    if not path.is_dir():
-        return [path]
+    with name_refusals("REPORT", str(path)):
+        if not path.is_dir():
+            return [path]
     reports = [file for file in sorted(path.glob("*.json")) if _is_report(file)]
     if not reports:
         raise ConfigError(

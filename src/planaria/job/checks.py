@@ -8,7 +8,8 @@ in the same words. How many nodes can have work is known only to the planner; pl
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
@@ -100,6 +101,20 @@ _COPY_KEYS = (
 )
 _PIECE_BYTES_MIN = BUFFER_BYTES_MIN // 4
 _BYTE_TOKENS = 256
+
+
+@contextmanager
+def name_refusals(field: str, path: str) -> Iterator[None]:
+    """Makes it a mistake of the user's if the system refuses to look for a path in the body.
+
+    Raises:
+        ConfigError: naming `field`: the user may not enter a directory, a name is too long, or the
+            like.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(field, path, f"cannot be reached: {error.strerror}") from error
 
 
 def check_job(job: JobConfig) -> None:
@@ -373,25 +388,28 @@ def _check_data_path(name: str, data: DataConfig) -> None:
         return
     path, is_directory = Path(data.path), data.kind == "hf"
     needed, other = ("directory", "file") if is_directory else ("file", "directory")
-    if not path.exists():
-        raise ConfigError(name, data.path, f"there is no such {needed}")
-    if path.is_dir() != is_directory:
-        remedy = f'is a {other}; kind = "{data.kind}" needs a {needed}'
-        raise ConfigError(name, data.path, remedy)
-    if not is_directory and path.stat().st_size == 0:
-        raise ConfigError(name, data.path, "the file is empty")
+    with name_refusals(name, data.path):
+        if not path.exists():
+            raise ConfigError(name, data.path, f"there is no such {needed}")
+        if path.is_dir() != is_directory:
+            remedy = f'is a {other}; kind = "{data.kind}" needs a {needed}'
+            raise ConfigError(name, data.path, remedy)
+        if not is_directory and path.stat().st_size == 0:
+            raise ConfigError(name, data.path, "the file is empty")
 
 
 def _check_paths(job: JobConfig) -> None:
     """Refuses a missing profile, and an output directory that is a file."""
-    if job.model.profile and not profile_path(Path(), job.model.profile).is_file():
-        remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
-        raise ConfigError("model.profile", job.model.profile, remedy)
+    with name_refusals("model.profile", job.model.profile):
+        if job.model.profile and not profile_path(Path(), job.model.profile).is_file():
+            remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
+            raise ConfigError("model.profile", job.model.profile, remedy)
     directory = job.checkpoint.directory
-    if not directory or (Path(directory).exists() and not Path(directory).is_dir()):
-        raise ConfigError(
-            "checkpoint.directory", directory, "must name a directory, which may be new"
-        )
+    with name_refusals("checkpoint.directory", directory):
+        if not directory or (Path(directory).exists() and not Path(directory).is_dir()):
+            raise ConfigError(
+                "checkpoint.directory", directory, "must name a directory, which may be new"
+            )
 
 
 def check_machine(job: JobConfig) -> None:
@@ -411,7 +429,9 @@ def check_inputs(job: JobConfig) -> None:
     Raises:
         ConfigError: it names what is missing.
     """
-    if job.model.path and not Path(job.model.path, "config.json").is_file():
-        raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
+    with name_refusals("model.path", job.model.path):
+        if job.model.path and not Path(job.model.path, "config.json").is_file():
+            remedy = "must be a directory with a config.json"
+            raise ConfigError("model.path", job.model.path, remedy)
     _check_data_path("data.path", job.data)
     _check_data_path("evaluation.path", job.held_out)

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
-from planaria.job.checks import check_job, without_copies
+from planaria.job.checks import check_job, name_refusals, without_copies
 from planaria.profiles.shipped import profile_path
 
 _INPUT_PATHS = (
@@ -183,12 +183,16 @@ def with_absolute_paths(
     Args:
         paths: table and key of each path, and the function that finds it from `directory`; a text
             that it returns is no path, and stays as it is.
+
+    Raises:
+        ConfigError: the system refuses to look for a path.
     """
     copy = {key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items()}
     for table, key, path in paths:
         value = copy[table].get(key) if isinstance(copy.get(table), dict) else None
         if isinstance(value, str) and value:
-            found = path(directory, os.path.expanduser(value))
+            with name_refusals(f"{table}.{key}", value):
+                found = path(directory, os.path.expanduser(value))
             copy[table][key] = found if isinstance(found, str) else str(absolute_path(found))
     return copy
 

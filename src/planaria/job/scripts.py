@@ -7,6 +7,7 @@ from pathlib import Path
 
 from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import ConfigError, TrainingError
+from planaria.job.checks import name_refusals
 from planaria.job.config import overridden_job
 from planaria.job.training_job import Job
 from planaria.user_functions import importing_for
@@ -33,8 +34,9 @@ def _script_job(path: Path) -> Job:
         ConfigError: there is no script, or it defines no such job.
         TrainingError: the script raised.
     """
-    if not path.is_file():
-        raise ConfigError("script", str(path), "there is no such file")
+    with name_refusals("script", str(path)):
+        if not path.is_file():
+            raise ConfigError("script", str(path), "there is no such file")
     sys.path.insert(0, str(absolute_path(path).parent))
     try:
         with importing_for("script", str(path)):
