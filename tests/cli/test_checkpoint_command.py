@@ -215,6 +215,7 @@ def test_an_export_may_go_to_the_directory_one_is_in(
     told("export", str(directory), "-o", output)
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["model.safetensors"]
     assert "is not empty" in told("export", str(directory), "-o", output, code=2)
+    assert "cannot be reached: File name" in told("export", str(directory), "-o", "x" * 300, code=2)
 
 
 def _language_model(directory: Path) -> None:

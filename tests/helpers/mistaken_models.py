@@ -52,6 +52,10 @@ def _leave(_: Tensor) -> Tensor:
     raise SystemExit(5)
 
 
+def _interrupt(_: Tensor) -> Tensor:
+    raise KeyboardInterrupt
+
+
 def _kill(pid: int, x: Tensor) -> Tensor:
     os.kill(pid, signal.SIGKILL)
     return x
@@ -79,6 +83,11 @@ def overflows() -> nn.Sequential:
 def leaves() -> nn.Sequential:
     """Calls sys.exit."""
     return _around(_After(_leave))
+
+
+def interrupts() -> nn.Sequential:
+    """Raises what Ctrl-C raises."""
+    return _around(_After(_interrupt))
 
 
 def killed() -> nn.Sequential:

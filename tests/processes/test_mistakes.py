@@ -306,6 +306,7 @@ def test_layers_that_cannot_be_trained_are_refused_with_the_way_out(
         ("with_raising_loss", "helpers.user_models:points", "a mistake in the user's loss"),
         ("raises", "helpers.mistaken_models:raising_data", "a mistake in the user's data"),
         ("leaves", "helpers.user_models:points", "SystemExit: 5"),
+        ("interrupts", "helpers.user_models:points", "KeyboardInterrupt"),
     ],
 )
 def test_what_the_users_code_raises_is_shown_once_from_its_first_own_frame(

@@ -219,7 +219,7 @@ class Worker:
                 self._pulse.become_idle()  # The action that was interrupted is over.
                 logger.info("rank %s: %s", self._spec.rank, error)
                 self._carry_out(on_epoch_left(self._state, error))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             self._carry_out(on_raised(self._state))
             failure = failure_of(
                 error,

@@ -159,7 +159,7 @@ def tables_of_file(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("job file", str(path), f"is not TOML: {error}") from None
     except UnicodeDecodeError as error:

@@ -215,6 +215,7 @@ def test_a_file_that_somebody_has_changed_is_not_written_over(
     path.write_text("mine")
 
     assert_mistake(command(*COMMON, "--on", "slurm", "-o", str(path)), "differs")
+    assert_mistake(command(*COMMON, "--on", "slurm", "-o", "x" * 300), "cannot be reached: File")
     assert path.read_text() == "mine"
 
 

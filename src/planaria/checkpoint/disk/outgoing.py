@@ -201,9 +201,14 @@ def new_directory(output: Path) -> Directory:
     """A directory to export to.
 
     Raises:
-        ConfigError: it is not empty, or is a file.
+        ConfigError: it is not empty, or is a file, or cannot be looked at.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    try:
+        is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    except OSError as error:
+        remedy = f"cannot be reached: {error.strerror}"
+        raise ConfigError("--output", str(output), remedy) from error
+    if is_used:
         raise ConfigError("--output", str(output), "is not empty; name a new directory")
     return Directory(output)
 

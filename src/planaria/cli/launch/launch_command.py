@@ -15,7 +15,7 @@ from typing import Annotated, Final, NamedTuple, NoReturn
 
 import typer
 
-from planaria.cli.command_line import JobFile, Settings, exit_codes, write
+from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.cli.launch.kubernetes import kubernetes_manifest
 from planaria.cli.launch.ray_actors import ray_program
 from planaria.cli.launch.request import LaunchRequest
@@ -288,6 +288,7 @@ def _submit(
         raise ConfigError("", "", remedy)
     if submission.tool == "kubectl":
         _check_secret(request, given)
+    check_writable("--output", path)
     if path.exists() and path.read_bytes() != text.encode():
         remedy = "is there already and differs; submit it yourself, remove it, or name another file"
         raise ConfigError("--output", str(path), remedy)

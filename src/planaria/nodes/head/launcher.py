@@ -336,7 +336,8 @@ class Launcher:
             Whether it is the first.
         """
         if self._error is not None:
-            logger.warning("the launcher raised %r", error)
+            if repr(error) != repr(self._error):
+                logger.warning("the launcher raised %r", error)
             return False
         self._error = error
         self._leaders.save_and_end(f"the launcher raised {error!r}")
