@@ -1,16 +1,20 @@
 """How a machine is asked for in place of a lost one, of Slurm, Kubernetes and a command."""
 
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from helpers.command import wait_for
 from helpers.fake_kubernetes import FakeKubernetes, fake_kubernetes
 from helpers.fake_scheduler import FakeScheduler
 from planaria.errors import ConfigError
 from planaria.nodes.head.remote import platforms
 from planaria.nodes.head.remote.platforms import LostMachine, Platform, open_platform
+from planaria.nodes.machine import EXIT_LEFT
 
 POD = {"PLANARIA_KUBERNETES_POD": "cluster-0-abc", "PLANARIA_KUBERNETES_JOB": "cluster"}
 LOST = LostMachine("host-3", "10.0.0.3", is_leaving=False)
@@ -89,13 +93,50 @@ def test_slurm_is_asked_for_one_machine_like_those_of_the_job(scheduler: FakeSch
         "--gpus-per-node=8",
         "--time=1-02:03:04",
         "--job-name=cluster-more",
-        f"--wrap exec {agent} --token-file 'a token'",
+        f" {agent} --token-file 'a token' &",
     ):
         assert option in words
     assert "--account" not in words
     assert f"--exclude={LOST.name}" in words
     assert num_variables == "1"  # SLURM_CONF.
     assert "--jobs=7" in scheduler.words("squeue")[0]
+
+
+@pytest.mark.parametrize(("code", "ended"), [(0, 0), (2, 2), (3, 3), (EXIT_LEFT, 0)])
+def test_a_spare_machine_that_slurm_drains_ends_well(
+    code: int, ended: int, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm called a job that had done what it was told failed, which people look into."""
+    scheduler.write("agent", f"exit {code}")
+
+    assert run_of_spare(scheduler, monkeypatch).wait(timeout=60) == ended
+
+
+def test_a_spare_machine_is_told_what_slurm_tells_its_shell(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its time is over Slurm signals the shell alone; the node is to leave then."""
+    scheduler.write(
+        "agent",
+        "trap 'sleep 0.1; exit 3' TERM; touch \"$FAKES/ready\"; while :; do sleep 0.01; done",
+    )
+    spare = run_of_spare(scheduler, monkeypatch)
+    wait_for((scheduler.directory / "ready").exists, what="the agent listens")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        spare.send_signal(number)
+
+    assert spare.wait(timeout=60) == 3
+
+
+def run_of_spare(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> "subprocess.Popen[bytes]":
+    """A shell that runs what Slurm is given for a machine, with a fake agent."""
+    scheduler.write("sbatch", 'printf %s "${@: -1}" > "$FAKES/wrapped"; echo 42')
+    monkeypatch.setattr(sys, "executable", str(scheduler.directory / "agent"))
+    opened("slurm", **scheduler.environment).ask_for_machine(LOST)
+    wrapped = (scheduler.directory / "wrapped").read_text()
+    return subprocess.Popen(("/bin/sh", "-c", wrapped), env=scheduler.environment)
 
 
 def test_what_slurm_has_not_granted_is_taken_back_at_the_end(scheduler: FakeScheduler) -> None:
@@ -149,7 +190,7 @@ def test_a_spare_machine_s_agent_has_the_options_of_the_others(scheduler: FakeSc
     more = '--domain "$RACK"'
     opened("slurm", **scheduler.environment, PLANARIA_AGENT_OPTIONS=more).ask_for_machine(LOST)
 
-    assert scheduler.words("sbatch")[0].endswith(f"--token-file 'a token' {more}")
+    assert f"--token-file 'a token' {more} & " in scheduler.words("sbatch")[0]
 
 
 def test_a_machine_is_asked_for_though_slurm_does_not_know_the_name_of_the_lost_one(

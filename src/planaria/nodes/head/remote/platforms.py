@@ -34,6 +34,7 @@ from typing import Any, Final, Protocol
 
 from planaria.errors import ConfigError
 from planaria.nodes.child_answers import program_result
+from planaria.nodes.machine import EXIT_LEFT
 
 _TIMEOUT_S: Final = 60.0
 _TEXT_CHARACTERS_MAX: Final = 300
@@ -48,6 +49,16 @@ _SLURM_TIME: Final = re.compile(r"(\d+-)?\d+(:\d+)*")
 # Of the variables that Slurm gives to a job, those that its programs need to find Slurm.
 _SLURM_OWN: Final = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER"))
 _SIGNAL_S: Final = 120  # Time before the end of a machine's job in which its node leaves.
+# What a spare machine runs. Slurm may signal this shell alone, and do so before the line that notes
+# the agent. An agent whose machine was drained has done as it was told: Slurm would call any other
+# code than 0 a failure.
+_SLURM_SCRIPT: Final = (
+    "agent= is_early=; "
+    "trap 'is_told=yes; kill -TERM \"$agent\" 2> /dev/null || is_early=yes' USR1 TERM; "
+    '{command} & agent=$!; [ -z "$is_early" ] || kill -TERM "$agent"; '
+    'while is_told=; wait "$agent"; code=$?; [ "$is_told" ]; do :; done; '
+    '[ "$code" != {left} ] || code=0; exit "$code"'
+)
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 _NETWORKS: Final = "k8s.v1.cni.cncf.io/network-status"
@@ -196,7 +207,8 @@ class SlurmPlatform:
 
     def _submit(self) -> str:
         """Submits the job of one machine; returns its number."""
-        words = ("sbatch", "--parsable", *self._options(), "--wrap", f"exec {self._command}")
+        script = _SLURM_SCRIPT.format(command=self._command, left=EXIT_LEFT)
+        words = ("sbatch", "--parsable", *self._options(), "--wrap", script)
         # The number of the job, and the name of the cluster if there are several.
         return _output(words, self._environment, what="sbatch").partition(";")[0].strip()
 
