@@ -35,6 +35,12 @@ def run_script(fakes: FakeScheduler, words: list[str], directory: Path, **variab
     return script.returncode
 
 
+def write_hosts(directory: Path, text: str) -> None:
+    """Writes the file of machines that the script of ssh in a directory reads."""
+    (directory / "examples" / "clusters").mkdir(parents=True)
+    (directory / HOSTS).write_text(text)
+
+
 def test_the_table_has_the_codes_that_the_code_ends_with() -> None:
     """An agent's are defined beside it; a command's others are those of cli/main.py."""
     codes = [code for code, _, _ in TABLE]
@@ -70,8 +76,7 @@ def test_a_machine_is_started_again_if_its_exit_code_asks_for_it(
     on: str, code: int, text: str, fakes: FakeScheduler, tmp_path: Path
 ) -> None:
     """The head goes on meanwhile."""
-    (tmp_path / "examples" / "clusters").mkdir(parents=True)
-    (tmp_path / HOSTS).write_text("127.0.0.1\n# none\nme@127.0.0.2 rack-2\n")
+    write_hosts(tmp_path, "127.0.0.1\n# none\nme@127.0.0.2 rack-2\n")
     again = is_again(text) or (on == "ssh" and text.startswith("with the job"))
     file = "cluster.sbatch" if on == "slurm" else "cluster-ssh.sh"
     other = {"HEAD": "0", "OTHER": str(code), "STARTS": "2" if again else "1"}
@@ -87,8 +92,7 @@ def test_a_machine_is_started_again_if_its_exit_code_asks_for_it(
 def test_ssh_acts_on_the_exit_code_of_the_head(
     code: int, text: str, fakes: FakeScheduler, tmp_path: Path
 ) -> None:
-    (tmp_path / "examples" / "clusters").mkdir(parents=True)
-    (tmp_path / HOSTS).write_text("127.0.0.1\n127.0.0.2\n")
+    write_hosts(tmp_path, "127.0.0.1\n127.0.0.2\n")
     codes = {"HEAD": str(code), "OTHER": "0", "STARTS": "1"}
     ended = run_script(fakes, ["bash", str(CLUSTERS / "cluster-ssh.sh")], tmp_path, **codes)
 
@@ -116,8 +120,7 @@ def test_ssh_waits_for_a_machine_whose_connection_was_lost(
     fakes: FakeScheduler, tmp_path: Path
 ) -> None:
     """It runs still, and was asked to begin again until the script gave up; its code counts."""
-    (tmp_path / "examples" / "clusters").mkdir(parents=True)
-    (tmp_path / HOSTS).write_text("127.0.0.1\n127.0.0.2\n")
+    write_hosts(tmp_path, "127.0.0.1\n127.0.0.2\n")
     connect = (fakes.directory / "ssh").read_text()
     fakes.write("real-ssh", connect.partition("\n")[2])
     fakes.write(
@@ -146,8 +149,7 @@ def test_ssh_ends_no_job_whose_first_machine_it_cannot_reach(
     fakes: FakeScheduler, tmp_path: Path
 ) -> None:
     """The others train on. After 20 lost connections they were told to stop."""
-    (tmp_path / "examples" / "clusters").mkdir(parents=True)
-    (tmp_path / HOSTS).write_text("127.0.0.1\n127.0.0.2\n")
+    write_hosts(tmp_path, "127.0.0.1\n127.0.0.2\n")
     connect = (fakes.directory / "ssh").read_text()
     lost = 'case "$*" in *rank=0*) echo >> "$FAKES/calls"; [ "$(wc -l < "$FAKES/calls")" -gt 25 ]'
     fakes.write("ssh", f"{lost} || exit 255 ;; esac\n{connect}")
@@ -160,6 +162,59 @@ def test_ssh_ends_no_job_whose_first_machine_it_cannot_reach(
 
     assert run_script(fakes, ["bash", str(CLUSTERS / "cluster-ssh.sh")], tmp_path) == 0
     assert not [words for words in fakes.words("ssh") if "kill" in words]
+
+
+def test_ssh_begins_nothing_without_its_first_machine(fakes: FakeScheduler, tmp_path: Path) -> None:
+    """It was tried for ever, and the others waited for a head. They are started by hand again."""
+    write_hosts(tmp_path, "127.0.0.1\n127.0.0.2\n")
+    fakes.write("ssh", 'case "$*" in *127.0.0.1*) exit 255 ;; esac\necho >> "$FAKES/ssh.words"')
+    script = subprocess.run(
+        ["bash", str(CLUSTERS / "cluster-ssh.sh")],
+        env=fakes.environment,
+        cwd=tmp_path,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert script.returncode == EXIT_AGAIN
+    assert "the first machine, 127.0.0.1, cannot be reached" in script.stderr
+    assert not fakes.words("ssh")
+
+
+def test_ssh_reads_a_file_of_machines_as_people_write_it(
+    fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """A line's end of Windows was taken for a part of a name, and so was a remark for the domain's.
+
+    The head has the name or address that ssh takes for it, which other machines may not know.
+    """
+    write_hosts(tmp_path, "\t# all\r\nme@a rack-1 # old\r\n\t\r\nb rack-2\r\n")
+    connect = (fakes.directory / "ssh").read_text()
+    fakes.write("ssh", f'[ "$1" != -G ] || exec echo "hostname fd00::${{2#me@}}"\n{connect}')
+    run_script(fakes, ["bash", str(CLUSTERS / "cluster-ssh.sh")], tmp_path, HEAD="0", OTHER="0")
+    starts = [words for words in fakes.words("planaria") if "--domain rack-1 ex" in words]
+
+    assert {words.split()[0] for words in fakes.words("ssh")} == {"me@a", "b"}
+    assert re.search(r"--rdzv-endpoint \[fd00::a\]:2\d{4} ", starts[0])
+
+
+def test_ssh_names_the_machine_that_has_no_planaria(fakes: FakeScheduler, tmp_path: Path) -> None:
+    """The words of a shell, "command not found", came from any of them."""
+    write_hosts(tmp_path, "127.0.0.1\n127.0.0.2\n")
+    script = subprocess.run(
+        ["bash", str(CLUSTERS / "cluster-ssh.sh")],
+        env={**fakes.environment, "HEAD": "0", "OTHER": "127", "STARTS": "1"},
+        cwd=tmp_path,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert script.returncode == 0
+    assert "127.0.0.2: planaria could not be started there (exit code 127)" in script.stderr
 
 
 def test_slurm_queues_a_job_again_that_its_signal_has_stopped(

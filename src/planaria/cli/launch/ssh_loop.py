@@ -19,8 +19,13 @@ _SCRIPT: Final = AtTemplate("""\
 # A machine in each line, as HOST or HOST DOMAIN; the head is on the first one.
 hosts_file=@{hosts}
 restarts_max=20
-mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$hosts_file" | head -n @{max_nodes})
-read -r head _ <<< "${hosts[0]}"
+hosts=$(tr -d '\\r' < "$hosts_file" | grep -vE '^[[:space:]]*(#|$)' | head -n @{max_nodes})
+mapfile -t hosts <<< "$hosts"
+read -r first _ <<< "${hosts[0]}"
+# How the machines reach the first one: ~/.ssh/config may say more of it than they know.
+head=$(ssh -G "$first" 2> /dev/null | sed -n 's/^hostname //p')
+head=${head:-${first#*@@}}
+case $head in *:*) head="[$head]" ;; esac  # An address of IPv6.
 # Jobs of other directories or names are others; the port of the head follows from this, too.
 key=$(printf %s "$PWD/@{name}" | cksum | cut -d " " -f 1)
 printf -v path %q "$PATH"  # A shell that ssh starts may not find planaria by itself.
@@ -49,8 +54,8 @@ reach() {  # HOST WORD...: runs a command there.
 }
 
 run() {  # RANK: runs it on a machine, again and again if need be; the exit code is the last one.
-    read -r host domain <<< "${hosts[$1]}"
-    printf -v words '%q ' "rank=$1" "head=${head#*@@}" "domain=$domain" "key=$key"
+    read -r host domain _ <<< "${hosts[$1]}"
+    printf -v words '%q ' "rank=$1" "head=$head" "domain=$domain" "key=$key"
     # A lost connection (255) is no restart: the machine runs it still, or is waited for.
     for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts += code != 255)); do
         reach "$host" "cd $(printf %q "$PWD") && $words PATH=$path:\\$PATH bash -s" <<< "$command"
@@ -58,12 +63,17 @@ run() {  # RANK: runs it on a machine, again and again if need be; the exit code
         case $code in
             0 | 1 | 2 | 130) break ;;   # It is done, or starting it again changes nothing.
             3 | 75 | 255) ;;            # Unfinished; no head; ssh has failed.
-            129 | 1[3-9]?) ;;           # It was killed. 126, 127: there is no planaria.
+            129 | 1[3-9]?) ;;           # It was killed.
             *) break ;;
         esac
         sleep "${restart_s:-10}"
         [ "$1" = 0 ] || kill -0 "$head_run" 2> /dev/null || break  # The job is over.
     done
+    case $code in
+        0 | 3 | 75 | 130 | 255) ;;  # What it prints says why.
+        126 | 127) echo "$host: planaria could not be started there (exit code $code)" >&2 ;;
+        *) echo "$host: ended with exit code $code" >&2 ;;
+    esac
     exit "$code"
 }
 
@@ -72,6 +82,12 @@ stop() {  # RANK: has a machine stop; the head saves the job.
     reach -n "$host" "kill -TERM \\$(cat ~/.planaria-@{name}-$key-$1.pid)" 2> /dev/null
 }
 
+# Nothing begins without the first machine; a connection that is lost later is waited for.
+if ! reach -n "$first" true; then
+    echo "the first machine, $first, cannot be reached, and the head is to run there:" \\
+        "mend that, or put another machine first in $hosts_file" >&2
+    exit 75
+fi
 run 0 &
 head_run=$!
 for ((rank = 1; rank < ${#hosts[@@]}; rank++)); do run "$rank" & done
