@@ -7,7 +7,9 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -270,6 +272,23 @@ def test_a_mistake_is_told_before_anything_is_started(
     assert "--rdzv-endpoint" in no_place.stderr
 
 
+@pytest.mark.parametrize("option", [("--interface", "none9"), ("--advertise", "10.0.0.1:7320")])
+def test_an_address_for_others_that_is_none_ends_the_head_too(
+    option: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent alone ended, as all others did, and the head waited ten minutes for machines.
+
+    A scheduler started it again then, twenty times.
+    """
+    monkeypatch.setattr(run_command, "supervise", lambda **_: pytest.fail("it was started"))
+    token = str(tmp_path / "token")
+    write_credentials(Path(token))
+    ended = CliRunner().invoke(app, ["run", "job.toml", "--token-file", token, *option])
+
+    assert ended.exit_code == 2
+    assert f"planaria: {option[0]} = {option[1]!r}: " in ended.stderr
+
+
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     """The command lines of the head and the agent, which are noted instead of started."""
@@ -325,6 +344,8 @@ def test_the_agent_beside_the_head_is_reached_where_the_machine_s_name_is_a_loop
     entry = (socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [entry])
     monkeypatch.setattr(run_command, "reachable_addresses", lambda _: (("192.0.2.7", 7320),))
+    interfaces = {"eth1": [SimpleNamespace(family=socket.AF_INET, address="192.0.2.8")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     token = str(tmp_path / "token")
     write_credentials(Path(token))
     place = ("--rdzv-endpoint", "node-1:7320", "--node-rank", "0")

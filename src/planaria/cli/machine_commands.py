@@ -96,7 +96,7 @@ def agent(
     outlet = Outlet(show)
     spec = MachineSpec(
         heads=tuple(_head_address(head) for text in join for head in text.split(",")),
-        host=_address_for_others(advertise, interface),
+        host=own_address(advertise, interface),
         credentials=read_credentials(token_path(token_file)),
         domain=domain,
         notice=notice,
@@ -129,8 +129,12 @@ def _head_address(text: str) -> Address:
     return host, port
 
 
-def _address_for_others(advertise: str, interface: str) -> str:
-    """The address at which others reach this machine; "": that of the route to the head."""
+def own_address(advertise: str, interface: str) -> str:
+    """The address at which others reach this machine; "": that of the route to the head.
+
+    Raises:
+        ConfigError: it is no address, or this machine has no such interface.
+    """
     if not interface:
         if advertise and not can_be_host(advertise):
             raise ConfigError("--advertise", advertise, "name a host or an address, without a port")

@@ -22,7 +22,14 @@ import typer
 from rich.console import Console
 
 from planaria.cli.command_line import JobFile, Settings, exit_codes
-from planaria.cli.machine_commands import Advertise, Domain, Interface, Notice, TokenFile
+from planaria.cli.machine_commands import (
+    Advertise,
+    Domain,
+    Interface,
+    Notice,
+    TokenFile,
+    own_address,
+)
 from planaria.cli.run_role import RunFlags, RunRole, run_role
 from planaria.cli.train_command import Operator, Resume, ResumeIfSaved, State
 from planaria.job.lost_heads import reachable_addresses
@@ -110,6 +117,7 @@ def run(
     role = run_role(os.environ, flags, hostname=socket.gethostname(), is_here=is_here)
     if notice:
         check_notice_source(notice)
+    own_address(advertise, interface)  # Else a head would wait for agents that all end with this.
     read_credentials(token_path(token_file))  # One error is better than one of each process.
     console = Console(file=unfailing(sys.stdout), highlight=False, soft_wrap=True)
     console.print(f"planaria run: {role.why}", markup=False)
