@@ -245,6 +245,10 @@ def test_what_ended_a_job_is_not_called_its_own_code_where_a_process_was_killed(
     [
         (("--token-file", "t"), "--token-file = 't': it is of use only with --listen"),
         (("--wait-nodes", "5"), "--wait-nodes = 5.0: it is of use only with --listen"),
+        (
+            ("--listen", "127.0.0.1:0", "--nodes", "3:2"),
+            "--nodes = '3:2': must be N, or MIN:MAX wi",
+        ),
         (("--listen", "127.0.0.1:0", "--wait-nodes", "nan"), "--wait-nodes = nan: must be a"),
         (("--listen", "127.0.0.1:0", "--wait-nodes", "-1"), "--wait-nodes = -1.0: must be a"),
         (("--listen", "127.0.0.1:0", "--wait-nodes", "inf"), "--wait-nodes = inf: must be a"),

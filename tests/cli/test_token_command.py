@@ -32,9 +32,10 @@ def test_a_token_file_is_made_and_the_next_steps_are_told(tmp_path: Path) -> Non
 
 
 def test_the_default_place_needs_no_option(tmp_path: Path) -> None:
-    """The directory is made, too."""
+    """The directory is made, too, and another machine may not have it: scp makes none."""
     output = command("token").output
 
+    assert f"ssh MACHINE 'mkdir -p {tmp_path}/.config/planaria'\n" in output
     assert "planaria looks for it there by itself" in output
     assert read_credentials(tmp_path / ".config" / "planaria" / "token").secret
 

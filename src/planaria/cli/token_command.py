@@ -57,12 +57,14 @@ def _facts(path: Path) -> tuple[str, ...]:
 def _advice(path: Path) -> tuple[str, ...]:
     """The next steps with a new token file."""
     name = shlex.quote(str(path))
+    make_directory = shlex.join(("mkdir", "-p", str(path.parent)))
     if path == token_path("").absolute():
         use = "planaria looks for it there by itself"
     else:
         use = f"name it on each machine: {FIELD} {name}, or export {VARIABLE}={name}"
     return (
         f"copy it to every machine of the job: scp -p {name} MACHINE:{name}",
+        f"where its directory is not there yet: ssh MACHINE {shlex.quote(make_directory)}",
         use,
         "if somebody else may have read it, remove it everywhere and make a new one",
     )

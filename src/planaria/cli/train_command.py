@@ -305,7 +305,8 @@ def _node_overrides(nodes: str, *, has_max: bool) -> list[str]:
     least, colon, most = nodes.partition(":")
     is_number = least.isdecimal() and (most.isdecimal() or not colon)
     if not is_number or (colon and (not has_max or int(most) < int(least))):
-        remedy = "write a number, or with --listen MIN:MAX"
+        bounds = "must be N, or MIN:MAX with MIN <= MAX"
+        remedy = bounds if has_max else "write a number, or with --listen MIN:MAX"
         raise ConfigError("--nodes", nodes, remedy)
     overrides = [f"cluster.nodes={int(least)}"]
     return [*overrides, f"cluster.max_nodes={int(most)}"] if colon else overrides
