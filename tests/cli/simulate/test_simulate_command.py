@@ -76,6 +76,20 @@ def test_a_sweep_runs_every_combination(scenario: Path) -> None:
     assert "failures.per_node_hour=0.5" in output
 
 
+def test_the_result_says_what_was_set(scenario: Path) -> None:
+    """Else nobody could tell later of which scenario a file is; a sweep's values come last."""
+    settings = ("--set", "run.hours=0.5", "--set", "job.resilience.policy=reinstantiate")
+    file = scenario.with_name("one.json")
+    command("simulate", str(scenario), *settings, "--json", str(file))
+    set_once = json.loads(file.read_text())["set"]
+    sweep = ("--sweep", "failures.per_node_hour=0")
+    command("simulate", str(scenario), *settings, *sweep, "--json", str(file))
+    (point,) = json.loads(file.read_text())["sweep"]
+
+    assert set_once == ["run.hours=0.5", "job.resilience.policy=reinstantiate"]
+    assert point["set"] == [*set_once, "failures.per_node_hour=0"]
+
+
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [

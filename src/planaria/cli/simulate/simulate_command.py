@@ -250,7 +250,7 @@ def _simulate_scenario(
                 on_done=lambda: progress.advance(task),
             )
     contents = [
-        {"set": list(overrides), **simulation_json(points[overrides], outcomes)}
+        {"set": [*settings, *overrides], **simulation_json(points[overrides], outcomes)}
         for overrides, outcomes in results.items()
     ]
     console = Console()
