@@ -61,12 +61,13 @@ def simulation_figure(scenario: ClusterScenario, outcomes: Outcomes, *, picture:
     page.text((LEFT_PT, 58), note, SUBTITLE)
     assert len(firsts) <= len(_SYSTEM_COLOURS)
     wall_s = max(run.wall_s for run in firsts.values())
+    first_seed = "with the first seed, " if len(next(iter(outcomes.values()))) > 1 else ""
     top = _draw_lines(
         page,
         84.0,
         {name: _throughput(run) for name, run in firsts.items()},
         heading="Throughput",
-        note="samples/s over time; a stroke below for each loss of nodes",
+        note=f"samples/s {first_seed}over time; a stroke below for each loss of nodes",
         wall_s=wall_s,
     )
     for at_s in next(iter(firsts.values())).lost_at_s:
@@ -81,7 +82,7 @@ def simulation_figure(scenario: ClusterScenario, outcomes: Outcomes, *, picture:
         top + 24.0,
         samples,
         heading="Samples",
-        note="samples that count, so far",
+        note=f"samples that count {first_seed}so far",
         wall_s=wall_s,
     )
     return page.content(top + 24.0, picture)
@@ -130,7 +131,7 @@ def _draw_lines(
     for share in (0.0, 0.5, 1.0):
         y = bottom - share * _PLOT_HEIGHT_PT / 1.05
         page.line((PLOT_LEFT_PT, y), (PLOT_RIGHT_PT, y), colour=GRID_COLOUR)
-        page.text((PLOT_LEFT_PT - 6, y + 2.5), f"{most * share:,.4g}", SMALL, align="right")
+        page.text((PLOT_LEFT_PT - 6, y + 2.5), _number_text(most * share), SMALL, align="right")
     # The first system comes last, on top of the others.
     for colour, line in reversed(list(zip(_SYSTEM_COLOURS, lines.values(), strict=False))):
         points = [
@@ -144,8 +145,13 @@ def _draw_lines(
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x = PLOT_LEFT_PT + share * PLOT_WIDTH_PT
         hours = share * wall_s / _S_PER_HOUR
-        page.text((x, bottom + 18), f"{hours:,.4g} h", SMALL, align="center")
+        page.text((x, bottom + 18), f"{_number_text(hours)} h", SMALL, align="center")
     return bottom + 24.0
+
+
+def _number_text(number: float) -> str:
+    """A number of an axis: four digits or, if it is longer, all before the point."""
+    return f"{number:,.0f}" if number >= 1000.0 else f"{number:.4g}"
 
 
 def _draw_legend(page: Page, baseline: float, legend: Sequence[tuple[str, str]]) -> float:
