@@ -152,8 +152,11 @@ its table.
 {keys_table()}"""
 
 
-def tables_of_file(path: Path) -> dict[str, Any]:
+def tables_of_file(path: Path, *, word: str = "job file") -> dict[str, Any]:
     """The tables of a TOML file, not checked.
+
+    Args:
+        word: word for the file in messages.
 
     Raises:
         ConfigError: the file cannot be read, or is not TOML.
@@ -161,15 +164,15 @@ def tables_of_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError("job file", str(path), f"is not TOML: {error}") from None
+        raise ConfigError(word, str(path), f"is not TOML: {error}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError("job file", str(path), f"is not UTF-8 at byte {error.start}") from None
+        raise ConfigError(word, str(path), f"is not UTF-8 at byte {error.start}") from None
     except FileNotFoundError:
         near = sorted(file.name for file in path.parent.glob("*.toml"))
         remedy = "there is no such file" + _nearest_or_all(path.name, near)
-        raise ConfigError("job file", str(path), remedy) from None
+        raise ConfigError(word, str(path), remedy) from None
     except OSError as error:
-        raise ConfigError("job file", str(path), f"cannot be read: {error.strerror}") from None
+        raise ConfigError(word, str(path), f"cannot be read: {error.strerror}") from None
 
 
 def with_absolute_paths(

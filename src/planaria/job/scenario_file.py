@@ -5,6 +5,7 @@ A scenario is TOML with five tables: `[cluster]`, `[job]` with any key of a job 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -41,6 +42,13 @@ _S_PER_HOUR: Final = 3600.0
 _ITERATIONS_MAX: Final = 1 << 53  # More than any simulated job trains.
 _SAVE_S: Final = 1800.0  # Time between saves, unless the job says it in iterations.
 _MICROBATCHES: Final = 4  # Microbatches for each device, unless the job says a batch.
+# Keys of a job that are no keys of [job]: the key of the scenario that says them.
+_SAID_BY: Final = {
+    "cluster.nodes": "cluster.nodes",
+    "cluster.devices_per_node": "cluster.devices_per_node",
+    "model.profile": "cluster.profile",
+    "training.iterations": "run.iterations",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +90,8 @@ def load_scenario(path: Path, *, overrides: Sequence[str] = ()) -> ClusterScenar
     Raises:
         ConfigError: the file, a table, a key or a value is wrong, or the nodes are too few.
     """
-    data = with_absolute_paths(tables_of_file(path), directory=path.parent, paths=_PATHS)
+    tables = tables_of_file(path, word="scenario")
+    data = with_absolute_paths(tables, directory=path.parent, paths=_PATHS)
     if isinstance(job := data.get("job"), Mapping):
         data["job"] = with_absolute_paths(job, directory=path.parent)
     for override in overrides:
@@ -128,7 +137,8 @@ def scenario_from_tables(
     """
     for table, value in data.items():
         if table not in _TABLES:
-            raise ConfigError(table, value, f"is no table of a scenario; there are {_TABLES}")
+            remedy = f"is no table of a scenario; there are {', '.join(_TABLES)}"
+            raise ConfigError(table, value, remedy)
         if not isinstance(value, Mapping):
             raise ConfigError(table, value, f"must be a table: [{table}]")
     cluster = record_from_table(
@@ -176,6 +186,32 @@ def _check(cluster: ScenarioClusterTable, run: ScenarioRunTable, costs: Recovery
             raise ConfigError(f"costs.{cost.name}", value, remedy)
 
 
+def _check_job(tables: Mapping[str, Any]) -> None:
+    """Refuses keys of the job that the scenario says itself."""
+    for key, said_by in _SAID_BY.items():
+        table, _, name = key.partition(".")
+        values = tables.get(table, {})
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"job.{table}", values, f"must be a table: [job.{table}]")
+        if name in values:
+            remedy = f"a scenario says it in {said_by}; leave it out"
+            raise ConfigError(f"job.{key}", values[name], remedy)
+
+
+@contextmanager
+def _worded_for_scenario() -> Iterator[None]:
+    """Names the keys of a scenario in mistakes of its job.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        field = error.field and _SAID_BY.get(error.field, f"job.{error.field}")
+        raise ConfigError(field, error.value, error.remedy) from None
+
+
 def _setting(
     tables: Mapping[str, Any],
     cluster: ScenarioClusterTable,
@@ -184,6 +220,7 @@ def _setting(
     directory: Path,
 ) -> Setting:
     """The job with its plans."""
+    _check_job(tables)
     path = profile_path(directory, cluster.profile)
     if not path.is_file():
         remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
@@ -204,11 +241,12 @@ def _setting(
             "devices_per_node": cluster.devices_per_node,
         },
     }
-    job = job_from_dict(given, directory=directory)
-    profile = given_profile(job)
+    with _worded_for_scenario():
+        job = job_from_dict(given, directory=directory)
+        profile = given_profile(job)
     assert profile is not None
     profile = scaled_profile(profile, costs.profile_factor)
-    with worded_for_job(job):
+    with _worded_for_scenario(), worded_for_job(job):
         problem = problem_of(job, profile, processors=0)
         check_size(problem, cluster.nodes)
         templates = pipeline_templates(problem, cluster.nodes)

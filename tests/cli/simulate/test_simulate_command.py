@@ -99,7 +99,15 @@ def test_the_result_says_what_was_set(scenario: Path) -> None:
         (["run.hours=0"], ["run.hours", "above 0"]),
         (["costs.detect_s=-1.0"], ["costs.detect_s", "at least 0"]),
         (["nodes.number=4"], ["nodes", "is no table of a scenario"]),
-        (["job.resilience.policy=best"], ["resilience.policy"]),
+        (["job.resilience.policy=best"], ["job.resilience.policy"]),
+        (["job.resilience.failures_tolerated=9"], ["planaria: cluster.nodes = 4", "= 10 or more"]),
+        (["job.training.global_batch_size=7"], ["job.training.global_batch_size"]),
+        (["job.cluster.nodes=5"], ["job.cluster.nodes", "cluster.nodes; leave it out"]),
+        (["job.cluster.devices_per_node=2"], ["job.cluster.devices_per_node"]),
+        (["job.training.iterations=5"], ["job.training.iterations", "run.iterations"]),
+        (["job.model.profile=gpt2"], ["job.model.profile", "cluster.profile"]),
+        (["job.training=3"], ["job.training = 3", "must be a table"]),
+        (["nodes.number=4"], ["there are cluster, job, failures, costs, run"]),
     ],
 )
 def test_a_mistake_in_a_scenario_is_named(
@@ -109,6 +117,11 @@ def test_a_mistake_in_a_scenario_is_named(
     options = [word for setting in settings for word in ("--set", setting)]
 
     assert_mistake(command("simulate", str(scenario), *options), *parts)
+
+
+def test_a_scenario_that_is_not_there_is_named() -> None:
+    """As a scenario, not as a job file."""
+    assert_mistake(command("simulate", "none.toml"), "planaria: scenario = 'none.toml'")
 
 
 def test_an_unknown_system_is_refused(scenario: Path) -> None:
