@@ -81,13 +81,18 @@ def test_what_is_left_of_the_iteration_in_flight_takes_half_as_long_again(share:
     assert redone_s == pytest.approx((FALLBACK_SLOWDOWN - 1.0) * left_s, rel=0.05)
 
 
-def test_pipelines_are_half_as_long_again_as_without_redundancy() -> None:
-    """Since each node holds twice the layers."""
-    setting = bamboo_setting()
+@pytest.mark.parametrize(("nodes", "depth"), [(6, 2), (9, 3)])
+def test_pipelines_are_the_fastest_from_half_as_long_again_on(nodes: int, depth: int) -> None:
+    """Each node holds twice the layers; four pipelines of two would leave one of nine over."""
+    setting = bamboo_setting(nodes)
     plain = fastest_equal_pipelines(setting, setting.num_nodes)
+    times = RedundantTimes(setting)
 
     assert plain is not None
-    assert RedundantTimes(setting).depth == ceil(DEPTH_FACTOR * plain.depth)
+    assert times.depth == depth >= ceil(DEPTH_FACTOR * plain.depth)
+    took_s = free_iteration_s(Bamboo(), setting)
+    for times.depth in (2, 3, 4):
+        assert times.iteration_s(((),) * (nodes // times.depth)) >= took_s * (1.0 - 1e-9)
 
 
 def test_two_adjacent_losses_cost_the_work_since_the_save() -> None:

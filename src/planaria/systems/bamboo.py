@@ -2,16 +2,17 @@
 
 1. Each node keeps the layers of its neighbour besides its own, and computes their forwards in
    bubbles, as far as these hold them: while nothing is lost, too.
-2. If a node is lost, its neighbour computes both stages, in a pipeline with one node less. The
-   what is left of the iteration in flight takes half as long again.
+2. If a node is lost, its neighbour computes both stages, in a pipeline with one node less. What is
+   left of the iteration in flight takes half as long again.
 3. If the neighbour is lost, too, or computes two stages already, all nodes regroup and start anew
    from the newest save.
 4. After an iteration nodes change places if enough of them wait to relieve those with two stages,
    if more than 5% of the nodes are in pairs of stages, or if another pipeline fits.
 
-Pipelines have one and a half times as many nodes as without redundancy, because each holds twice
-the layers, or more if they do not fit otherwise. Where none fits, or nodes have several devices, no
-iteration is trained.
+Pipelines have at least one and a half times as many nodes as without redundancy, because each holds
+twice the layers. Of those with up to three times as many the fastest is taken, for some leave nodes
+over; else the first that fits. Where none fits, or nodes have several devices, no iteration is
+trained.
 
 Source: Bamboo (NSDI '23), sections 4 and 5; uclasystem/bamboo, project_pactum/simulation, for the
 rendezvous: 20 s for transformers when nodes change places, 30 s for a start, none for a neighbour
@@ -79,18 +80,21 @@ class RedundantTimes:
         problem = setting.catalog.problem
         self._setting = setting
         self._problem = replace(problem, splits_backward=False)
-        self._known: dict[tuple[tuple[int, ...], ...], float] = {}
+        self._known: dict[tuple[int, tuple[tuple[int, ...], ...]], float] = {}
         plain = fastest_equal_pipelines(setting, setting.num_nodes)
         self.depth = 0
         if plain is None or problem.devices_per_node > 1:
             return
         first = max(2, ceil(DEPTH_FACTOR * plain.depth))
         depths = [d for d in setting.catalog.templates if first <= d <= setting.num_nodes]
-        for depth in sorted(depths):
-            self.depth = depth
-            if self.iteration_s(((),) * (setting.num_nodes // depth)) < inf:
-                return
-        self.depth = 0
+        seconds: dict[int, float] = {}
+        for self.depth in sorted(depths):
+            if seconds and self.depth > 2 * first:
+                break
+            iteration_s = self.iteration_s(((),) * (setting.num_nodes // self.depth))
+            if iteration_s < inf:
+                seconds[self.depth] = iteration_s
+        self.depth = min(seconds, key=seconds.__getitem__, default=0)
 
     @property
     def redundant_share(self) -> float:
@@ -106,9 +110,10 @@ class RedundantTimes:
         Args:
             taken: positions that neighbours have taken over, of each pipeline.
         """
-        key = tuple(sorted(tuple(sorted(positions)) for positions in taken))
+        sorted_taken = tuple(sorted(tuple(sorted(positions)) for positions in taken))
+        key = (self.depth, sorted_taken)
         if key not in self._known:
-            self._known[key] = self._measure(key)
+            self._known[key] = self._measure(sorted_taken)
         return self._known[key]
 
     def _measure(self, taken: tuple[tuple[int, ...], ...]) -> float:

@@ -222,6 +222,7 @@ def test_paths_in_settings_of_a_scenario_are_relative_to_the_current_directory(
         ({"kind": "preset", "preset": "opt", "repair": "fixed"}, "needs failures.repair_s"),
         ({"repair": "never", "repair_s": 9.0}, "has no meaning for failures.repair never"),
         ({"per_node_hour": -1.0}, "failures.per_node_hour = -1.0: must be 0 or more"),
+        ({"per_node_hour": 1e300}, "failures.per_node_hour = 1e+300: must be at most 3600"),
         ({"slow_speed": 0.0}, "failures.slow_speed = 0.0: must be more than 0"),
         (
             {"kind": "weibull", "weibull_shape": 0.005},

@@ -36,6 +36,7 @@ from planaria.simulator.failures.spot_prices import PriceLosses, SpotPrices
 from planaria.simulator.failures.trace_files import trace_at
 
 _REPAIR_S: Final = 600.0
+_RATE_MAX: Final = 3600.0
 _WEIBULL_SHAPE_MIN: Final = 0.1  # A mean of far less has too many digits for a float.
 
 
@@ -243,6 +244,8 @@ def _check(config: FailuresConfig, num_nodes: int) -> None:
             raise _error(key.name, value, "must be 0 or more")
         if key.name in _POSITIVE and not value:
             raise _error(key.name, value, "must be more than 0")
+        if key.name.endswith("_hour") and value > _RATE_MAX:
+            raise _error(key.name, value, f"must be at most {_RATE_MAX:g}, one in a second")
         if key.name in _SHARES and value >= 1:
             raise _error(key.name, value, "must be a share, 0 or more and less than 1")
     if config.kind == "preset" and config.preset not in PRESETS:

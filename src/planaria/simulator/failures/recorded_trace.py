@@ -159,8 +159,9 @@ class TraceSource:
                 "failures.window",
                 self.window.value,
                 f"{self.trace.name} has {size} nodes at once and the cluster has {num_nodes}; a "
-                f"cluster of {size} nodes works, or the window {Window.DRAWN.value!r}, which plays "
-                "several windows side by side",
+                f"cluster of {size} nodes works, or failures.trace_nodes if it is of more and does "
+                f"not name all, or the window {Window.DRAWN.value!r}, which plays several "
+                "windows side by side",
             )
         blocks = [
             _ReplayedWindow(

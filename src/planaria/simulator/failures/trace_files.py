@@ -144,7 +144,7 @@ def read_trace(path: Path, *, name: str = "", num_machines: int = 0) -> Recorded
 
 def _text(path: Path, name: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError("trace file", name, f"is not UTF-8 at byte {error.start}") from None
     except FileNotFoundError:
