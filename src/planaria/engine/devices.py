@@ -359,7 +359,8 @@ class Accelerator(Device):
         return self._mark_on(self.current_stream())
 
     def _mark_on(self, stream: Any) -> Mark:
-        event = self._module.Event(blocking=True)
+        # A wait for one of CUDA would take a whole core; other types know no such choice.
+        event = self._module.Event(**({"blocking": True} if self.place.type == "cuda" else {}))
         event.record(stream)
         return _EventMark(event, self.current_stream)
 
