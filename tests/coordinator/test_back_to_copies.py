@@ -1,7 +1,6 @@
 """Back to copies in memory, where no live node holds a layer any more."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +34,7 @@ from planaria.coordinator.commands import (
     RecordDecision,
     Tell,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase

@@ -1,6 +1,6 @@
 """Nodes come and leave while training goes on: nothing is done again, and a loss may strike."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -17,6 +17,7 @@ from helpers.coordinated import (
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import Evict, RecordMembers, Tell, Tick
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.candidates import rejoin_delay_s
 from planaria.coordinator.state import Phase

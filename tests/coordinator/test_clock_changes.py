@@ -3,13 +3,12 @@
 Its machine was rebooted, or it runs on another machine: moments on record are not its own.
 """
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
 from helpers.coordinated import NOW_S, small_rules
 from helpers.jobs import shaped_plan
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.learning.history import learned_failures_per_s
 from planaria.coordinator.membership.trust import num_failures, with_failures
 from planaria.coordinator.start import restored_step

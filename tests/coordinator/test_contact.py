@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from helpers.coordinated import HALVES, LEASE_S, NOW_S, small_rules, training_ha
 from helpers.tasks import TIMEOUT_S, settle
 from planaria.coordinator.commands import LeaseExpired, Saving, Tick
 from planaria.coordinator.contact import HeadContact, Heard
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.leadership import Leadership, Queued
 from planaria.coordinator.membership.missing_members import arrival_s
 from planaria.coordinator.state import Phase

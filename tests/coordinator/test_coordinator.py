@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -36,6 +35,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step

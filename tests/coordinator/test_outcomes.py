@@ -1,7 +1,6 @@
 """Outcomes: at which iteration all go on after a loss, and what is told of those before it."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 from msgspec import structs
@@ -39,6 +38,7 @@ from planaria.coordinator.commands import (
     RecordDecision,
     Tick,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event, step

@@ -1,7 +1,5 @@
 """What raises in a worker, or ends it: whether it counts against the job or against a node."""
 
-from dataclasses import replace
-
 import pytest
 
 from helpers.coordinated import (
@@ -34,6 +32,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
 )
 from planaria.coordinator.crashes import _why_needed
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import Crash, Phase
 from planaria.coordinator.step import Event, step

@@ -1,7 +1,6 @@
 """What is asked of a disk may be answered late, or never: who waits for it, and for how long."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
@@ -38,6 +37,7 @@ from planaria.coordinator.commands import (
     SavesListed,
     Tick,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.saves import SLOW_S
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step

@@ -1,7 +1,5 @@
 """Too few would stay after a notice: the job stops at the next commit, if that is still so then."""
 
-from dataclasses import replace
-
 import pytest
 from msgspec import structs
 
@@ -18,6 +16,7 @@ from helpers.coordinated import (
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import End, MustEnd
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.state import Crash, Phase

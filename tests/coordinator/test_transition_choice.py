@@ -1,6 +1,5 @@
 """What the coordinator expects of the next failure: learned or told, in bursts, after restarts."""
 
-from dataclasses import replace
 from math import exp, inf
 
 import msgspec
@@ -19,6 +18,7 @@ from helpers.coordinated import (
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import Tick
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import (
     MEMORY_S,

@@ -7,7 +7,7 @@ agents keep their facts by the real rules of agent_state.py.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from planaria.coordinator.commands import (
@@ -18,6 +18,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -32,6 +32,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState

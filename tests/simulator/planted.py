@@ -1,7 +1,6 @@
 """Bugs to plant: the rules of the commit protocol, each switched off."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from planaria.coordinator import (
     transition_choice,
 )
 from planaria.coordinator.commands import DecisionRecorded
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.membership import trust

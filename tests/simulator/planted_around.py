@@ -1,7 +1,6 @@
 """Bugs to plant around the commit protocol: in how jobs end, in records that cannot be kept, and in
 the ledger."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from planaria.coordinator import crashes, recovery
 from planaria.coordinator import step as coordinator
 from planaria.coordinator.commands import MustEnd
 from planaria.coordinator.crashes import _end_unsaved
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import Ending

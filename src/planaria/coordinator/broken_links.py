@@ -19,10 +19,10 @@ packets through one way. Each rank whose link broke complains of its peer. Then:
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.crashes import missing_without, shortage_without
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.trust import num_failures
 from planaria.coordinator.outcomes import held_layers, outcome_of

@@ -24,11 +24,11 @@ that have to move.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from math import frexp
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.learning.profile_correction import iteration_s, policy_of

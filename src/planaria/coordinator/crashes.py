@@ -17,12 +17,12 @@ A spoilt copy ends the epoch, too. Links that break between live nodes: see brok
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Final
 
 import msgspec
 
 from planaria.coordinator.commands import CheckSave, Command, End, Notify, SaveChecked, Tell
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.memory_estimates import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text

@@ -11,7 +11,6 @@ Source: docs/protocol.md, "The coordinator".
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
@@ -34,6 +33,7 @@ from planaria.coordinator.commands import (
     Tick,
 )
 from planaria.coordinator.contact import HeadContact
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import JobState, Phase

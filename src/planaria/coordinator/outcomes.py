@@ -11,9 +11,10 @@ Source: docs/protocol.md, "Going back"; Varuna (EuroSys '22) for going back.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.saves import newest_save
 from planaria.coordinator.state import JobState

@@ -5,11 +5,11 @@ that the job file gives by number, or those of the machines that nodes run on, w
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from planaria.coordinator.commands import Notify
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.copies import IdleSpans, LayerCopy

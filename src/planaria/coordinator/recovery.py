@@ -19,7 +19,6 @@ test_commit_search.py shows that the order of steps 1 and 2 is needed.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import msgspec
 
@@ -31,6 +30,7 @@ from planaria.coordinator.commands import (
     RecordDecision,
     RecordMembers,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.foresight import expected_recovery, with_likely
 from planaria.coordinator.learning.history import with_failure

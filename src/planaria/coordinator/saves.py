@@ -5,7 +5,6 @@ depends on the answer, and the end of the job waits for the last save, but neith
 than `checkpoint.timeout_s` without an answer.
 """
 
-from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.commands import (
@@ -17,6 +16,7 @@ from planaria.coordinator.commands import (
     Published,
     SavesListed,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Loss, Step
 from planaria.core.copies import version_name

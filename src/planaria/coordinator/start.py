@@ -1,11 +1,11 @@
 """How a coordinator starts: with a new job, or from the records of the coordinator before it."""
 
-from dataclasses import replace
 from typing import Final
 
 import msgspec
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.learned import Learning

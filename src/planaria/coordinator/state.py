@@ -1,8 +1,9 @@
 """What the coordinator knows of its job."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 from planaria.coordinator.commands import Command
 from planaria.coordinator.learning.learned import Learning
@@ -40,8 +41,7 @@ class Phase(Enum):
     ENDED = "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(msgspec.Struct, frozen=True):
     """The event that made the epoch before this one end.
 
     Attributes:
@@ -63,8 +63,7 @@ class Loss:
     awaits_saves: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Crash:
+class Crash(msgspec.Struct, frozen=True):
     """An error that a worker's code raised, or the end of a worker's process.
 
     Attributes:
@@ -83,8 +82,7 @@ class Crash:
         return (self.rank, self.pid, self.epoch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
+class Membership(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that are or want to be members, and how often they failed.
 
     Attributes:
@@ -104,21 +102,20 @@ class Membership:
     """
 
     gone: tuple[int, ...] = ()
-    machines: PersistentMap[int, str] = field(default_factory=PersistentMap)
-    domains: PersistentMap[int, str] = field(default_factory=PersistentMap)
+    machines: PersistentMap[int, str] = msgspec.field(default_factory=PersistentMap)
+    domains: PersistentMap[int, str] = msgspec.field(default_factory=PersistentMap)
     exposed: frozenset[str] = frozenset()
     missing_ticks: int = 0
     returning_ticks: int = 0
-    failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    history: FailureHistory = field(default_factory=FailureHistory)
-    candidates: Mapping[int, WaitingNode] = field(default_factory=dict)
-    leaving: Mapping[int, LeaveRequest] = field(default_factory=dict)
-    postponed: Mapping[int, LeaveRequest] = field(default_factory=dict)
+    failures: Mapping[str, tuple[int, float]] = msgspec.field(default_factory=dict)
+    history: FailureHistory = msgspec.field(default_factory=FailureHistory)
+    candidates: Mapping[int, WaitingNode] = msgspec.field(default_factory=dict)
+    leaving: Mapping[int, LeaveRequest] = msgspec.field(default_factory=dict)
+    postponed: Mapping[int, LeaveRequest] = msgspec.field(default_factory=dict)
     is_degraded: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochFacts:
+class EpochFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of this epoch; a loss begins another epoch with a new record.
 
     Attributes:
@@ -137,18 +134,17 @@ class EpochFacts:
 
     loss: Loss | None = None
     holding: frozenset[int] = frozenset()
-    answers: PersistentMap[int, Stopped] = field(default_factory=PersistentMap)
+    answers: PersistentMap[int, Stopped] = msgspec.field(default_factory=PersistentMap)
     decision: Decision | None = None
-    ready: PersistentMap[int, EpochReady] = field(default_factory=PersistentMap)
+    ready: PersistentMap[int, EpochReady] = msgspec.field(default_factory=PersistentMap)
     is_entered: bool = False
-    corrupted: PersistentMap[int, Corrupted] = field(default_factory=PersistentMap)
+    corrupted: PersistentMap[int, Corrupted] = msgspec.field(default_factory=PersistentMap)
     unreachable_s: float = 0.0
     complaints: tuple[PeerUnreachable, ...] = ()
-    ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    ratios: Mapping[int, tuple[float, ...]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commits:
+class Commits(msgspec.Struct, frozen=True, kw_only=True):
     """Which iterations are committed, and what they are built on.
 
     Attributes:
@@ -164,9 +160,9 @@ class Commits:
     """
 
     next_iteration: int
-    reports: Mapping[int, PersistentMap[int, IterationDone]] = field(default_factory=dict)
+    reports: Mapping[int, PersistentMap[int, IterationDone]] = msgspec.field(default_factory=dict)
     outcome: Outcome | None = None
-    origin: Origin = field(default_factory=Origin)
+    origin: Origin = msgspec.field(default_factory=Origin)
     ends: bool = False
     is_trained: bool = False
     furthest: int = 0
@@ -176,8 +172,7 @@ class Commits:
         return self.reports.get(iteration, PersistentMap())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saves:
+class Saves(msgspec.Struct, frozen=True, kw_only=True):
     """The saves on disk, each named by (iteration, epoch).
 
     Attributes:
@@ -197,12 +192,12 @@ class Saves:
             too.
     """
 
-    files: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
+    files: Mapping[tuple[int, int], Mapping[int, LayerFile]] = msgspec.field(default_factory=dict)
     versions: tuple[tuple[int, int], ...] = ()
     spoilt: frozenset[str] = frozenset()
-    checking: Mapping[str, CopySpoilt] = field(default_factory=dict)
+    checking: Mapping[str, CopySpoilt] = msgspec.field(default_factory=dict)
     publishing: frozenset[tuple[int, int]] = frozenset()
-    unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    unsaved: Mapping[tuple[int, int], str] = msgspec.field(default_factory=dict)
     is_listing: bool = False
     num_skipped: int = 0
     wrote_s: float = 0.0
@@ -220,8 +215,7 @@ class Saves:
         return self.versions[0][0] if self.versions else -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Troubles:
+class Troubles(msgspec.Struct, frozen=True, kw_only=True):
     """Failures of workers and links while their nodes live; see crashes.py and broken_links.py.
 
     Attributes:
@@ -235,15 +229,14 @@ class Troubles:
     """
 
     crashes: tuple[Crash, ...] = ()
-    raised: Mapping[int, int] = field(default_factory=dict)
-    replaced: Mapping[int, int] = field(default_factory=dict)
+    raised: Mapping[int, int] = msgspec.field(default_factory=dict)
+    replaced: Mapping[int, int] = msgspec.field(default_factory=dict)
     broken_links: int = 0
     unlinked: frozenset[tuple[int, int]] = frozenset()
     unlinked_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True, kw_only=True):
     """Why the job is to end before its last iteration; by default it is not.
 
     Attributes:
@@ -263,8 +256,7 @@ class Stop:
     failed_reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """What decides whether a change is worth looking for.
 
     Attributes:
@@ -284,8 +276,7 @@ class Situation:
     failure_exponent: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSearch:
+class PlanSearch(msgspec.Struct, frozen=True, kw_only=True):
     """Which better plans were looked for; a loss, which makes a new plan, begins a new record.
 
     Attributes:
@@ -299,8 +290,7 @@ class PlanSearch:
     searched_epoch: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the coordinator knows: one record for what changes together.
 
     Attributes:
@@ -319,15 +309,15 @@ class JobState:
     plan: Plan
     commits: Commits
     phase: Phase = Phase.RECORDING
-    workers: PersistentMap[int, WorkerReady] = field(default_factory=PersistentMap)
+    workers: PersistentMap[int, WorkerReady] = msgspec.field(default_factory=PersistentMap)
     change: Change | None = None
-    membership: Membership = field(default_factory=Membership)
-    facts: EpochFacts = field(default_factory=EpochFacts)
-    saves: Saves = field(default_factory=Saves)
-    troubles: Troubles = field(default_factory=Troubles)
-    stop: Stop = field(default_factory=Stop)
-    search: PlanSearch = field(default_factory=PlanSearch)
-    learning: Learning = field(default_factory=Learning)
+    membership: Membership = msgspec.field(default_factory=Membership)
+    facts: EpochFacts = msgspec.field(default_factory=EpochFacts)
+    saves: Saves = msgspec.field(default_factory=Saves)
+    troubles: Troubles = msgspec.field(default_factory=Troubles)
+    stop: Stop = msgspec.field(default_factory=Stop)
+    search: PlanSearch = msgspec.field(default_factory=PlanSearch)
+    learning: Learning = msgspec.field(default_factory=Learning)
 
     @property
     def speeds(self) -> Mapping[int, float]:

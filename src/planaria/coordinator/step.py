@@ -22,7 +22,6 @@ Source: docs/protocol.md.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -62,6 +61,7 @@ from planaria.coordinator.crashes import (
     with_estimate,
     writers,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.foresight import with_recovery
 from planaria.coordinator.learning.history import begun_history

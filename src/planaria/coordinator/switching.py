@@ -5,8 +5,10 @@ Each wave of transfers, and at the end the new plan itself, begins an epoch of i
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 
+import msgspec
+
+from planaria.coordinator.frozen import replace
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import EpochReady
 from planaria.core.persistent_map import PersistentMap
@@ -17,8 +19,7 @@ from planaria.policies.policy import Prices
 from planaria.policies.unequal_nodes import STAY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
+class Switch(msgspec.Struct, frozen=True, kw_only=True):
     """The next epoch of a change, which begins at a commit at which all ranks agree to begin it.
 
     Attributes:
@@ -33,11 +34,10 @@ class Switch:
     plan: Plan
     rounds: tuple[tuple[Transfer, ...], ...]
     is_told: bool = False
-    ready: PersistentMap[int, EpochReady] = field(default_factory=PersistentMap)
+    ready: PersistentMap[int, EpochReady] = msgspec.field(default_factory=PersistentMap)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change of members or of their work that is made while training goes on.
 
     Attributes:
@@ -62,7 +62,7 @@ class Change:
     waves: tuple[tuple[Transfer, ...], ...]
     began_s: float
     time_to_failure_s: float
-    silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    silent: Mapping[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
     switch: Switch | None = None
     trained: tuple[int, ...] = ()
     pause_s: float = 0.0

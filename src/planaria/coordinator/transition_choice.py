@@ -4,11 +4,11 @@ Transitions are either answers to a loss or changes of a plan while training goe
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Final
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.history import learned_failures_per_s, learned_nodes_per_failure
 from planaria.coordinator.learning.link_speeds import domains_of

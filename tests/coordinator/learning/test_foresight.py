@@ -1,12 +1,11 @@
 """How long a recovery is expected to take, from when its loss is noticed."""
 
-from dataclasses import replace
-
 import pytest
 
 from coordinator.learning.test_profile_correction import LAYER_S, NUM_LAYERS, sharing, training
 from helpers.coordinated import NOW_S, of_type
 from helpers.fake_cluster import FakeCluster
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.learning import foresight
 from planaria.coordinator.learning.foresight import (
     ANSWERING_S,

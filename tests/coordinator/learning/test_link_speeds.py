@@ -1,13 +1,12 @@
 """Links between machines are priced by what they carry, by class, from reports alone."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
 from helpers.coordinated import END, FIRST, NOW_S, iteration_report, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.learning.link_speeds import (
     NUM_NEWEST,
     link_speeds,

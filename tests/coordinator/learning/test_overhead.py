@@ -1,13 +1,12 @@
 """What a recovery takes beside moving layers is measured, and priced into the next one."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
 from helpers.coordinated import NOW_S, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.learning.overhead import (
     FIRST_RECOVERY,
     FIRST_SWITCH,

@@ -1,7 +1,7 @@
 """The profile is corrected while a job trains, and what it predicts from then on is right."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -11,6 +11,7 @@ from helpers.coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import template
 from helpers.strategies import layer_profile, model_profile
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.learning import profile_correction
 from planaria.coordinator.learning.profile_correction import (

@@ -1,6 +1,5 @@
 """Who stands by, who is taken for a lost node, and who is waited for."""
 
-from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -27,6 +26,7 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from helpers.recorder_messages import change_message
 from planaria.coordinator.commands import End, MembersRecorded, Tick
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.standby import (
     able_candidates,

@@ -19,12 +19,12 @@ Only facts that are known when the loss is noticed are used. A worker that is fo
 seconds more, and so does a machine that is waited for; this is learned, not predicted.
 """
 
-from dataclasses import replace
 from math import sqrt
 from typing import Final, NamedTuple
 
 import msgspec
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.overhead import NUM_NEWEST
 from planaria.coordinator.state import JobState

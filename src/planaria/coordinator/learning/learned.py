@@ -5,15 +5,15 @@ repeat measurements that were not finished.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from planaria.coordinator.job_rules import Rules
 from planaria.core.findings import Findings
 from planaria.policies.policy import Policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
+class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """What a coordinator has learned, and what it is measuring.
 
     Attributes:
@@ -35,13 +35,13 @@ class Learning:
             is open. See foresight.py.
     """
 
-    findings: Findings = field(default_factory=Findings)
+    findings: Findings = msgspec.field(default_factory=Findings)
     fitted: Rules | None = None
     policy: Policy | None = None
-    ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    ratios: Mapping[int, tuple[float, ...]] = msgspec.field(default_factory=dict)
     rests: tuple[float, ...] = ()
     plan_s: float = 0.0
-    computing_s: Mapping[int, float] = field(default_factory=dict)
+    computing_s: Mapping[int, float] = msgspec.field(default_factory=dict)
     told_s: float = 0.0
     transfer_s: float = 0.0
     recovery_s: float = 0.0

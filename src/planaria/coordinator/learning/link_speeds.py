@@ -15,12 +15,12 @@ Ranks of one machine report nothing, nor do those with paced links.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from statistics import median
 from typing import Final
 
 import msgspec
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.core.messages import EpochReady, IterationDone

@@ -13,10 +13,11 @@ and nothing is learned.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.state import JobState

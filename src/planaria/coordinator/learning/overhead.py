@@ -31,12 +31,12 @@ Differs: Odyssey prices transitions by bytes alone; its constant is not stated.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from statistics import median
 from typing import Final
 
 import msgspec
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.link_speeds import measured_prices, with_link_speeds
 from planaria.coordinator.state import JobState

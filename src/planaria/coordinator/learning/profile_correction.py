@@ -26,13 +26,14 @@ right (benchmarks/prediction.py), so deviations below DRIFT_MIN are ignored.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Final
 
 import msgspec
 
 from planaria.coordinator.commands import Notify
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.learning.slowness import (

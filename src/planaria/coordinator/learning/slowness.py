@@ -25,13 +25,13 @@ Source: the thresholds are from the runs in docs/LOG.md.
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from math import log2
 from statistics import median, median_low
 from typing import Final
 
 import msgspec
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState
 from planaria.core.plan import ModelProfile, Plan

@@ -6,10 +6,10 @@ machine that failed before is taken back later with each failure: at once after 
 failures of a machine that has not failed for an hour count no more (trust.py).
 """
 
-from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.commands import Evict, Notify
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.trust import num_failures
 from planaria.coordinator.membership.waiting_nodes import LeaveRequest, WaitingNode

@@ -4,10 +4,10 @@ A lease begins when a node connects. A node whose agent hangs before that has no
 run out, so its absence is found here.
 """
 
-from dataclasses import replace
 from math import ceil
 from typing import Final
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import JobState, Step

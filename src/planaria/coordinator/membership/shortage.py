@@ -1,9 +1,9 @@
 """How many nodes a job needs: to go on at all, and to survive as many failures as it promises."""
 
 from collections import Counter
-from dataclasses import replace
 
 from planaria.coordinator.commands import Notify
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import ChangeKind

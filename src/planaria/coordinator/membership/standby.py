@@ -9,10 +9,10 @@ than n0 of them are left, for any that joins (`Rules.wait_s`).
 Source: Gemini (SOSP '23), section 6.2 (standby machines).
 """
 
-from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.commands import Notify
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.shortage import shortage_text
 from planaria.coordinator.membership.trust import trusted_first

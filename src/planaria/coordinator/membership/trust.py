@@ -6,9 +6,9 @@ hour. It trains like any other node, but is not the only holder of a layer if th
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Final
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.state import JobState
 from planaria.core.cluster import Node
 

@@ -6,9 +6,10 @@ order, from the plan of that time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.learning.memory_estimates import fitted_rules
 from planaria.coordinator.learning.overhead import prices_of, switch_s

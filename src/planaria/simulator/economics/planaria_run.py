@@ -14,7 +14,6 @@ Not modelled: nodes that hang, workers that crash, and coordinators that fail be
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from math import floor, inf
@@ -34,6 +33,7 @@ from planaria.coordinator.commands import (
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.profile_correction import iteration_s
 from planaria.coordinator.learning.slowness import WINDOW, work_s_by_rank
