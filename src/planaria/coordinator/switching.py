@@ -84,30 +84,30 @@ def waves_of(
     """
     plan = transition.before
     per_node = plan.pipelines[0].template.devices_per_node
-    stay = Counter(
-        layer
-        for rank, layers in plan.held_by_rank.items()
-        if rank // per_node not in leaving
-        for layer in layers
-    )
+    staying = [h for rank, h in plan.held_by_rank.items() if rank // per_node not in leaving]
+    stay = Counter[int]()
+    for layers, num_ranks in Counter(staying).items():  # Most ranks hold the same few sets.
+        stay.update(dict.fromkeys(layers, num_ranks))
     needs: dict[tuple[int, int], list[Transfer]] = {}
     for transfers in transition.rounds:
         for transfer in transfers:
             needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
     waves: list[list[Transfer]] = []
     # What the wave carries on the links of each direction.
-    load: dict[tuple[bool, str, int], Counter[tuple[str, str, int]]] = {}
+    load: dict[tuple[bool, str, int], dict[tuple[str, str, int], int]] = {}
     for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
         parts = needs[layer, target]
         num_bytes = bytes_by_link(parts, prices, devices_per_node=per_node)
-        together = Counter(num_bytes)
+        together = dict(num_bytes)
         for direction in set(map(direction_of, num_bytes)):
-            together.update(load.get(direction, {}))
+            for link, size in load.get(direction, {}).items():
+                together[link] = together.get(link, 0) + size
         if not waves or busiest_s(together, prices) > iteration_s:
             waves.append([])
             load.clear()
         for link, size in num_bytes.items():
-            load.setdefault(direction_of(link), Counter())[link] += size
+            on_direction = load.setdefault(direction_of(link), {})
+            on_direction[link] = on_direction.get(link, 0) + size
         waves[-1] += parts
     return tuple(tuple(wave) for wave in waves)
 
