@@ -193,7 +193,7 @@ def undecidable(report: Report, plans: Sequence[Plan]) -> str:
 
 def _holders(plan: Plan) -> dict[int, set[int]]:
     """The nodes that hold each layer."""
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     return {
         layer: {rank // per_node for rank in plan.holders(layer)}
         for layer in range(plan.num_layers)

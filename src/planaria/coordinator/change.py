@@ -192,7 +192,7 @@ def _nodes_with_other_work(transition: Transition) -> tuple[int, ...]:
     All nodes if none does: then the order of their work or the numbers of microbatches differ.
     """
     before, after = transition.before.layers_by_rank, transition.after.layers_by_rank
-    per_node = transition.after.pipelines[0].template.devices_per_node
+    per_node = transition.after.devices_per_node
     moved = tuple(sorted({r // per_node for r in after if before.get(r) != after[r]}))
     return moved or transition.after.nodes
 

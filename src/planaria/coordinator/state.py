@@ -382,7 +382,9 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     def ranks_of(self, nodes: Iterable[int]) -> tuple[int, ...]:
         """All ranks of these nodes."""
         per_node = self.devices_per_node
-        return tuple(node * per_node + device for node in nodes for device in range(per_node))
+        if per_node == 1:  # So it is faster.
+            return tuple(nodes)
+        return tuple([node * per_node + device for node in nodes for device in range(per_node)])
 
     def kind_of(self, node: int) -> NodeKind:
         """The node's kind, by the speed that it is seen to have, or that its machine has."""
@@ -391,7 +393,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices_per_node(self) -> int:
-        return self.plan.pipelines[0].template.devices_per_node
+        return self.plan.devices_per_node
 
 
 Step = tuple[JobState, tuple[Command, ...]]

@@ -83,7 +83,7 @@ def waves_of(
         iteration_s: duration of an iteration with the old plan, by which all train meanwhile.
     """
     plan = transition.before
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     staying = [h for rank, h in plan.held_by_rank.items() if rank // per_node not in leaving]
     stay = Counter[int]()
     for layers, num_ranks in Counter(staying).items():  # Most ranks hold the same few sets.
@@ -186,7 +186,7 @@ def _with_sequel(
     after the iteration in flight. Each further one begins two iterations after the one before,
     because it also waits for the first step in which the layers of the last wave take part.
     """
-    per_node = then.before.pipelines[0].template.devices_per_node
+    per_node = then.before.devices_per_node
     waves = waves_of(then, iteration_s=first.iteration_s, leaving=leaving, prices=prices)
     takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
     longer_s = sum(max(0.0, wave_s - first.iteration_s) for wave_s in takes_s)

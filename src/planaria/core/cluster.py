@@ -130,7 +130,7 @@ ClusterEvent = NodesLost | NodesChanged
 
 def survivors(plan: Plan, lost: Collection[int], *, epoch: int) -> ClusterState:
     """The nodes of the plan without the lost ones, each holding all that the plan assigns to it."""
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     layers = {rank: frozenset(layers) for rank, layers in plan.layers_by_rank.items()}
     nodes = tuple(
         Node(node, tuple(layers[node * per_node + device] for device in range(per_node)))

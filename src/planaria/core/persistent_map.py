@@ -58,7 +58,7 @@ class PersistentMap(Mapping[Key, Value]):
         return all(map(known.__contains__, keys))
 
     def __getitem__(self, key: Key) -> Value:
-        if key not in self:
+        if len(self._values) != self._num and key not in self:
             raise KeyError(key)
         return self._values[key]
 

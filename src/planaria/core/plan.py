@@ -342,6 +342,10 @@ class Plan:
         return self.pipelines[0].template.stages[-1].end_layer
 
     @cached_property
+    def devices_per_node(self) -> int:
+        return self.pipelines[0].template.devices_per_node
+
+    @cached_property
     def layers_by_rank(self) -> Mapping[int, range]:
         """The layers that each rank computes, by rank; the rank holds their parameters."""
         empty = {

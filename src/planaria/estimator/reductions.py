@@ -31,7 +31,7 @@ class Reductions:
     def __init__(self, profile: ModelProfile, plan: Plan, *, bytes_factor: float) -> None:
         self._profile = profile
         self._bytes_factor = bytes_factor
-        self._devices_per_node = plan.pipelines[0].template.devices_per_node
+        self._devices_per_node = plan.devices_per_node
         self._num_pipelines = len(plan.pipelines)
         self._own_bytes = _own_bytes(profile)
         at_work = plan.layers_by_rank

@@ -334,7 +334,7 @@ class _Cluster:
         self._profiles = {
             rank: profile_on(profile, plan, rank) for rank in plan.recomputation_by_rank
         }
-        self._devices_per_node = plan.pipelines[0].template.devices_per_node
+        self._devices_per_node = plan.devices_per_node
         # (number of devices, speed) of the stage, by rank.
         self._stages = {
             rank: (stage.num_devices, kind.speed)

@@ -170,7 +170,7 @@ def _copies(
 
     How much a source sends does not depend on where it sends it.
     """
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     return tuple(
         replace(
             copy,

@@ -177,7 +177,7 @@ class _LinkOccupation:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         # A silent rank waits for nothing that copies could delay.
         plan = replace(plan, silent={})
-        self._devices_per_node = plan.pipelines[0].template.devices_per_node
+        self._devices_per_node = plan.devices_per_node
         schedule = plan_schedule(plan, tied=problem.profile.tied, order=problem.reduction_order)
         timeline = predicted_timeline(
             schedule,

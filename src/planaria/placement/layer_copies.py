@@ -41,7 +41,7 @@ def layer_copies(
         domains: sets of nodes that may fail together. Where possible, a copy is in another domain
             than the layer's holders and its other copies.
     """
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     preferred = {
         node: frozenset(plan.nodes[place] for place in places[1:])
         for node, places in zip(plan.nodes, placement.holders, strict=True)
@@ -119,7 +119,7 @@ def shard_copies(nodes: Sequence[str], placement: Placement) -> tuple[LayerCopy,
 def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[int], ...]:
     """The nodes, for each layer, that hold it or keep one of these copies, as places in
     plan.nodes."""
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     place = {node: index for index, node in enumerate(plan.nodes)}
     holders = _holding_nodes(plan)
     nodes = [{place[node] for node in holders[layer]} for layer in range(plan.num_layers)]
@@ -130,7 +130,7 @@ def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[i
 
 def _holding_nodes(plan: Plan) -> Mapping[int, frozenset[int]]:
     """The nodes that hold each layer, whether they compute it or not."""
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     nodes: dict[int, set[int]] = {layer: set() for layer in range(plan.num_layers)}
     for rank, layers in plan.held_by_rank.items():
         for layer in layers:

@@ -35,7 +35,7 @@ def transition_between(
 ) -> Transition:
     """The transition from `plan` to `after` in which ranks get layers from their holders."""
     transfers = fastest_transfers(after, cluster, prices, restoring)
-    per_node = after.pipelines[0].template.devices_per_node
+    per_node = after.devices_per_node
     return Transition(
         before=plan,
         after=after,
@@ -57,7 +57,7 @@ def fastest_transfers(
     if not prices.domains or "inter_domain" not in prices.links:
         return transfers
     near = restoring.sources(after, cluster, layer_bytes=prices.layer_bytes, domains=prices.domains)
-    per_node = after.pipelines[0].template.devices_per_node
+    per_node = after.devices_per_node
     return min(transfers, near, key=lambda x: transfer_s(x, prices, devices_per_node=per_node))
 
 
@@ -67,7 +67,7 @@ def with_near_sources(transition: Transition, cluster: ClusterState, prices: Pri
     What comes from another domain comes from all near holders in turn instead. This is for answers
     that were found for other nodes, where `fastest_transfers` would take too long.
     """
-    per_node = transition.after.pipelines[0].template.devices_per_node
+    per_node = transition.after.devices_per_node
     domain_of = prices.domains.get
     holders: dict[tuple[int, str | None], list[int]] = {}
     for rank, layers in cluster.held_by_rank().items():

@@ -37,7 +37,7 @@ def _transfer_s(
 ) -> float:
     """Seconds of the transfers of these rounds."""
     transfers = [transfer for transfers in rounds for transfer in transfers]
-    per_node = transition.after.pipelines[0].template.devices_per_node
+    per_node = transition.after.devices_per_node
     return transfer_s(transfers, prices, devices_per_node=per_node)
 
 
@@ -62,7 +62,7 @@ class Renaming:
         self._before = plan
         self._epoch = epoch
         self._times = times or TransferTimes()
-        devices = plan.pipelines[0].template.devices_per_node
+        devices = plan.devices_per_node
         self._node_of = node_of
         self._rank_of = {
             node * devices + device: renamed * devices + device

@@ -255,7 +255,7 @@ def holder_sets(plan: Plan) -> frozenset[frozenset[int]]:
 
     If all nodes of a set are lost, the last copy of some layer is lost.
     """
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     holders: dict[int, set[int]] = {}
     for rank, layers in plan.held_by_rank.items():
         for layer in layers:

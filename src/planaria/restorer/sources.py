@@ -63,7 +63,7 @@ def balanced_transfers(
             comes from holders in its target's domain if there are such.
     """
     assert not cluster.lost_layers(after.num_layers)
-    per_node = after.pipelines[0].template.devices_per_node
+    per_node = after.devices_per_node
     layers_by_rank = cluster.held_by_rank()
     # For each layer: one rank that holds it, by node.
     holders: list[dict[int, int]] = [{} for _ in range(after.num_layers)]

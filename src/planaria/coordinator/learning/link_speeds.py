@@ -48,6 +48,9 @@ def with_link_speeds(
     rules: Rules, state: JobState, reports: Iterable[EpochReady | IterationDone]
 ) -> JobState:
     """The state that knows how fast large messages came to the ranks that report."""
+    reports = [report for report in reports if report.receptions]
+    if not reports:
+        return state
     domains, per_node = domains_of(rules, state), state.devices_per_node
     # Where no node is in a domain, all links are of the class by which they are priced.
     same = _FAR if not domains and _FAR in rules.prices.links else _NEAR

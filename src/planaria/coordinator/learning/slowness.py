@@ -123,7 +123,7 @@ def slowness_by_node(
     ratios = {r: computing_s[r] / s for r, s in work_s.items() if s > 0.0 and r in computing_s}
     if not ratios or median_low(computing_s[rank] for rank in ratios) < COMPUTING_S_MIN:
         return {}
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     corrected = _without_slowness(
         ratios, {rank: speeds.get(rank // per_node, 1.0) for rank in ratios}
     )

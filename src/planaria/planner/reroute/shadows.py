@@ -22,7 +22,7 @@ from planaria.planner.reroute.reroutes import PricedPlan, price_plan
 def with_shadows(plan: Plan) -> Plan:
     """The plan with shadows in each pipeline of two or more nodes: a neighbour keeps the layers of
     each node. Nodes must have one device."""
-    assert plan.pipelines[0].template.devices_per_node == 1
+    assert plan.devices_per_node == 1
     shadows: dict[int, set[int]] = {}
     for pipeline in plan.pipelines:
         for index, keeper in _keepers(pipeline).items():

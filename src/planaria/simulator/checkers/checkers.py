@@ -562,6 +562,6 @@ def is_another(plan: Plan, before: Plan) -> bool:
 
 def num_exposed(plan: Plan, trusted: Collection[int]) -> int:
     """The number of layers that no trusted node computes."""
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     of_trusted = [layers for r, layers in plan.layers_by_rank.items() if r // per_node in trusted]
     return plan.num_layers - len(set().union(*of_trusted))

@@ -239,7 +239,7 @@ def _labelled_rank(labels: Mapping[int, int], rank: int, per_node: int) -> int:
 
 
 def _labelled_plan(plan: Plan, pipelines: tuple[Pipeline, ...], labels: Mapping[int, int]) -> Plan:
-    per_node = plan.pipelines[0].template.devices_per_node
+    per_node = plan.devices_per_node
     routes = {
         route: tuple(
             Hop(_labelled_rank(labels, hop.rank, per_node), hop.first_layer, hop.end_layer)
