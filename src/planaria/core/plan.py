@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
 # How much of a layer its backward computes again: nothing; what is large and cheap to compute; all.
 Recomputation = Literal["none", "selective", "full"]
 
@@ -246,8 +248,7 @@ class Pipeline:
         )
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Hop:
+class Hop(msgspec.Struct, frozen=True, order=True):
     """One part of a route: `rank` computes layers [first_layer, end_layer) of the microbatch."""
 
     rank: int
@@ -409,8 +410,7 @@ class Plan:
         return tuple(sorted(r for r, layers in self.layers_by_rank.items() if layer in layers))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Transfer:
+class Transfer(msgspec.Struct, frozen=True, order=True):
     """Chunks of the state of one layer (parameters and optimizer state) that one rank sends
     another.
 

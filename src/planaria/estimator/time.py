@@ -20,7 +20,7 @@ Not modelled: links that share a wire.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from typing import Final, NamedTuple, overload
@@ -383,7 +383,9 @@ class _Cluster:
     def _route_shadows_s(self, route: Route) -> tuple[float, ...]:
         """Time of each hop's forward on the rank of the hop before it; 0 for the first hop."""
         if route not in self._shadows_s:
-            moved = (replace(hop, rank=before.rank) for before, hop in pairwise(route))
+            moved = (
+                Hop(before.rank, hop.first_layer, hop.end_layer) for before, hop in pairwise(route)
+            )
             self._shadows_s[route] = (0.0, *(self._compute_s(hop)[0] for hop in moved))
         return self._shadows_s[route]
 

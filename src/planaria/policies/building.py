@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final
 
+import msgspec
+
 from planaria.core.cluster import ClusterState
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.policies.policy import Prices
@@ -82,7 +84,7 @@ def with_near_sources(transition: Transition, cluster: ClusterState, prices: Pri
             near.append(transfer)
             continue
         others.append(others.pop(0))
-        near.append(replace(transfer, source=others[-1]))
+        near.append(msgspec.structs.replace(transfer, source=others[-1]))
     found_s = transfer_s(found, prices, devices_per_node=per_node)
     saved_s = found_s - transfer_s(near, prices, devices_per_node=per_node)
     if saved_s <= 0.0:

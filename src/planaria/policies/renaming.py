@@ -155,7 +155,7 @@ class Renaming:
         """The renamed pipeline; cached, since most answers have most pipelines in common."""
         if id(pipeline) not in self._pipelines:
             nodes = tuple(self._node_of[node] for node in pipeline.nodes)
-            self._pipelines[id(pipeline)] = replace(pipeline, nodes=nodes)
+            self._pipelines[id(pipeline)] = Pipeline(pipeline.template, nodes)
             before = self._before_at.get(nodes)
             if before is not None and before.template == pipeline.template:
                 self._pipelines[id(pipeline)] = before

@@ -46,6 +46,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import lcm
 
+import msgspec
+
 from planaria.core.plan import Hop, Plan, Route, Ticks
 from planaria.schedule.action import (
     BACKWARD,
@@ -76,8 +78,7 @@ def routed_1f1b(plan: Plan) -> Schedule:
     return Schedule(plan.routes, {rank: tuple(ranks[rank].order) for rank in sorted(ranks)})
 
 
-@dataclass(frozen=True, slots=True)
-class _HopVisit:
+class _HopVisit(msgspec.Struct, frozen=True):
     """One hop of one microbatch.
 
     Attributes:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from planaria.core.plan import Plan, Route
+from planaria.core.plan import Hop, Plan, Route
 from planaria.estimator.makespan import stage_seconds
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
@@ -120,7 +120,8 @@ class ReroutedTimes:
                 live = [peer for peer in peers if peer not in gone]
                 moved[node] = live[turns[position] % len(live)]
                 turns[position] += 1
-            hops.append(replace(hop, rank=moved.get(node, node) * per_node + device))
+            rank = moved.get(node, node) * per_node + device
+            hops.append(Hop(rank, hop.first_layer, hop.end_layer))
         return tuple(hops)
 
     def _period_s(self, priced: PricedPlan) -> float:

@@ -25,6 +25,7 @@ from helpers.lost_places import (
 from helpers.plan_examples import pipeline, plain_plans, random_plan
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import (
+    Hop,
     NodeKind,
     Pipeline,
     PipelineTemplate,
@@ -254,7 +255,8 @@ def test_an_order_that_was_looked_for_stays_when_nodes_are_renamed() -> None:
         plan,
         pipelines=tuple(sorted(pipelines, key=lambda one: one.nodes)),
         routes=tuple(
-            tuple(replace(hop, rank=renamed(hop.rank)) for hop in route) for route in plan.routes
+            tuple(Hop(renamed(hop.rank), hop.first_layer, hop.end_layer) for hop in route)
+            for route in plan.routes
         ),
         gone=tuple(sorted(map(renamed, plan.gone))),
         in_flight={renamed(rank): most for rank, most in plan.in_flight.items()},
