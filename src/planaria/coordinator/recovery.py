@@ -166,10 +166,10 @@ def replaceable_workers(state: JobState) -> dict[int, int]:
 
     Empty in a job that has failed: it replaces no worker.
     """
-    if state.stop.failure is not None:
+    holding, raised = state.facts.holding, state.troubles.raised
+    if state.stop.failure is not None or not raised:
         return {}
     held = state.plan.layers_by_rank
-    holding, raised = state.facts.holding, state.troubles.raised
     sound = [r for r in held if r in holding and r not in raised and state.has_rank(r)]
     covered = {layer for rank in sound for layer in held[rank]}
     return {

@@ -405,6 +405,22 @@ class Plan:
             held[rank] = sets[layers]
         return held
 
+    @cached_property
+    def holder_sets(self) -> frozenset[frozenset[int]]:
+        """The different sets of nodes that hold a layer. O(layers * nodes).
+
+        If all nodes of a set are lost, the last copy of some layer is lost.
+        """
+        per_node = self.devices_per_node
+        nodes_with: dict[frozenset[int], set[int]] = {}
+        for rank, layers in self.held_by_rank.items():
+            nodes_with.setdefault(layers, set()).add(rank // per_node)
+        holders: dict[int, set[int]] = {}
+        for layers, nodes in nodes_with.items():
+            for layer in layers:
+                holders.setdefault(layer, set()).update(nodes)
+        return frozenset(map(frozenset, holders.values()))
+
     def holders(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold the layer to compute it, ascending; the first is its owner."""
         return tuple(sorted(r for r, layers in self.layers_by_rank.items() if layer in layers))

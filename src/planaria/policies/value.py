@@ -233,7 +233,7 @@ def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
     # Each whole pipeline holds all layers.
     if p_one_more ** max(0, num_whole - 1) < _NEGLIGIBLE:
         return 0.0
-    sizes = Counter(map(len, holder_sets(plan)))
+    sizes = Counter(map(len, plan.holder_sets))
     num_nodes = len(plan.nodes)
     share, at_least = 0.0, 1.0
     for k in range(1, num_nodes + 1):
@@ -248,19 +248,6 @@ def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
         if at_least < _NEGLIGIBLE:
             break
     return share
-
-
-def holder_sets(plan: Plan) -> frozenset[frozenset[int]]:
-    """The different sets of nodes that hold a layer. O(layers * nodes).
-
-    If all nodes of a set are lost, the last copy of some layer is lost.
-    """
-    per_node = plan.devices_per_node
-    holders: dict[int, set[int]] = {}
-    for rank, layers in plan.held_by_rank.items():
-        for layer in layers:
-            holders.setdefault(layer, set()).add(rank // per_node)
-    return frozenset(map(frozenset, holders.values()))
 
 
 def _log_falling_factorial(number: int, num_factors: int) -> float:

@@ -1,7 +1,5 @@
 """How many nodes a job needs: to go on at all, and to survive as many failures as it promises."""
 
-from collections import Counter
-
 from planaria.coordinator.commands import Notify
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
@@ -93,14 +91,7 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
 
 def num_tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
     """The largest number of nodes that may be lost at once, whichever they are."""
-    per_node = state.devices_per_node
-    held: dict[int, frozenset[int]] = {}
-    for rank, layers in plan.held_by_rank.items():
-        held[rank // per_node] = held.get(rank // per_node, frozenset()) | layers
-    holders: Counter[int] = Counter()
-    for layers, num_nodes in Counter(held.values()).items():  # Most nodes hold the same few sets.
-        holders.update(dict.fromkeys(layers, num_nodes))
-    return min(len(state.nodes) // rules.n0, *holders.values()) - 1
+    return min(len(state.nodes) // rules.n0, *map(len, plan.holder_sets)) - 1
 
 
 def left_text(num_nodes: int) -> str:
