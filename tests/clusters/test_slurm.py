@@ -80,7 +80,7 @@ class Launched:
         path = self._directory / f"job-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_log(self, pattern: str) -> re.Match[str]:
+    def wait_log(self, pattern: str, *, timeout_s: float = TIMEOUT_S) -> re.Match[str]:
         """The first match of a line of the job's output, which it is waited for."""
         matches: list[re.Match[str]] = []
 
@@ -90,7 +90,7 @@ class Launched:
             return bool(match)
 
         try:
-            wait_for(is_there, what=f"the job prints {pattern!r}", timeout_s=TIMEOUT_S)
+            wait_for(is_there, what=f"the job prints {pattern!r}", timeout_s=timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}; it has printed:\n{self.log}") from None
         return matches[0]
@@ -151,7 +151,9 @@ def test_the_loss_of_the_head_s_machine_loses_nothing_that_was_trained(
         name = cluster.nodes[0].name
         cluster.run("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
     cluster.nodes[0].kill_processes()
-    made = job.wait_log("made a save of iteration ([0-9]+) of what ranks")
+    # Slurm takes half a minute to miss a machine, and two to start a job again.
+    text = "made a save of iteration ([0-9]+) of what ranks"
+    made = job.wait_log(text, timeout_s=2.0 * TIMEOUT_S)
 
     trained = [int(text) for text in re.findall(r"^iteration (\d+) ", job.log, re.MULTILINE)]
     assert int(made[1]) >= max(trained)
