@@ -1,7 +1,6 @@
 """A coordinator that is restarted from its records gets where the one before it was."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -20,6 +19,7 @@ from helpers.coordinated import (
 from helpers.fake_cluster import FakeCluster, FakeNode
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.commands import End, Tell, Tick
+from planaria.coordinator.frozen import replace
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import Phase
 from planaria.core.kinds import Ending
