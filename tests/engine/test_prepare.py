@@ -56,6 +56,18 @@ def test_text_in_the_tokens_of_the_weights_is_told_nothing(tmp_path: Path) -> No
     assert told.vocabulary_size == 3
 
 
+def test_an_operator_that_does_not_repeat_itself_is_told_with_the_key(tmp_path: Path) -> None:
+    """Torch names a function that no user of planaria calls."""
+    model = ModelConfig(kind="python", target="helpers.mistaken_models:repeats_not")
+    data = DataConfig(kind="python", target="helpers.user_models:points")
+
+    told = preparation(replace(tiny_job("gpt2", tmp_path), model=model, data=data), tmp_path)
+
+    assert told.mistake is not None
+    assert told.mistake[0] == "training.deterministic"
+    assert "repeats itself: cumsum_cuda_kernel does not have" in told.mistake[2]
+
+
 def test_a_model_that_begins_anew_learns_any_tokens(tmp_path: Path) -> None:
     """Also if its config is that of a directory."""
     CONFIG.save_pretrained(tmp_path / "model")

@@ -56,6 +56,18 @@ def _interrupt(_: Tensor) -> Tensor:
     raise KeyboardInterrupt
 
 
+class _Unrepeatable(nn.Module):
+    """Raises word for word what torch says of an operator on a GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(
+            "cumsum_cuda_kernel does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for "
+            "this operation, or you can use the 'warn_only=True' option, if that's acceptable "
+            f"for you. {x.shape}"
+        )
+
+
 def _kill(pid: int, x: Tensor) -> Tensor:
     os.kill(pid, signal.SIGKILL)
     return x
@@ -88,6 +100,11 @@ def leaves() -> nn.Sequential:
 def interrupts() -> nn.Sequential:
     """Raises what Ctrl-C raises."""
     return _around(_After(_interrupt))
+
+
+def repeats_not() -> nn.Sequential:
+    """Has an operator of which a GPU gives other bits each time."""
+    return _around(_Unrepeatable())
 
 
 def killed() -> nn.Sequential:

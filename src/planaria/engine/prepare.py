@@ -225,6 +225,10 @@ def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Datas
     )
 
 
+# What torch says of an operator that may not be used where it is to repeat itself.
+_UNREPEATABLE: Final = "does not have a deterministic implementation"
+
+
 def main(payload: bytes, result_fd: int) -> None:
     """Prepares a job in a forked process, and writes a `Prepared` to result_fd.
 
@@ -238,7 +242,16 @@ def main(payload: bytes, result_fd: int) -> None:
     except ConfigError as error:
         result = Prepared(mistake=mistake_of(error))
     except (Exception, SystemExit) as error:
-        result = Prepared(traceback=user_traceback(error))
+        if _UNREPEATABLE in str(error):
+            told = str(error).partition(",")[0]
+            remedy = (
+                f"torch has no kernel for this device that repeats itself: {told}; take another "
+                "operator, or set it to false, which promises no bits"
+            )
+            mistake = ConfigError("training.deterministic", True, remedy)
+            result = Prepared(mistake=mistake_of(mistake))
+        else:
+            result = Prepared(traceback=user_traceback(error))
     with os.fdopen(result_fd, "wb") as file:
         file.write(msgspec.json.encode(result))
 
