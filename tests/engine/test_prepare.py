@@ -68,6 +68,15 @@ def test_an_operator_that_does_not_repeat_itself_is_told_with_the_key(tmp_path: 
     assert "repeats itself: cumsum_cuda_kernel does not have" in told.mistake[2]
 
 
+def test_an_error_without_a_text_is_told_with_its_place(tmp_path: Path) -> None:
+    model = ModelConfig(kind="python", target="helpers.mistaken_models:unspeakable")
+    data = DataConfig(kind="python", target="helpers.user_models:points")
+
+    told = preparation(replace(tiny_job("gpt2", tmp_path), model=model, data=data), tmp_path)
+
+    assert "mistaken_models.py" in told.traceback
+
+
 def test_a_model_that_begins_anew_learns_any_tokens(tmp_path: Path) -> None:
     """Also if its config is that of a directory."""
     CONFIG.save_pretrained(tmp_path / "model")

@@ -56,6 +56,17 @@ def _interrupt(_: Tensor) -> Tensor:
     raise KeyboardInterrupt
 
 
+class _Unspeakable(nn.Module):
+    """Raises an error whose text cannot be had."""
+
+    class Error(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.Error(x.shape)
+
+
 class _Unrepeatable(nn.Module):
     """Raises word for word what torch says of an operator on a GPU."""
 
@@ -100,6 +111,11 @@ def leaves() -> nn.Sequential:
 def interrupts() -> nn.Sequential:
     """Raises what Ctrl-C raises."""
     return _around(_After(_interrupt))
+
+
+def unspeakable() -> nn.Sequential:
+    """Raises an error that raises another one when it is shown."""
+    return _around(_Unspeakable())
 
 
 def repeats_not() -> nn.Sequential:

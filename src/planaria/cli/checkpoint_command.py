@@ -22,6 +22,7 @@ from planaria.checkpoint.disk.outgoing import (
     newest_of,
     save_as,
 )
+from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import (
     SET_ASIDE,
     UNPUBLISHED,
@@ -39,7 +40,7 @@ from planaria.cli.command_line import (
     table_console,
 )
 from planaria.core.copies import version_name
-from planaria.data.model_tokenizer import write_own_tokenizer
+from planaria.data.model_tokenizer import own_tokenizer_files
 from planaria.errors import CheckpointError, ConfigError
 from planaria.job.checks import check_inputs
 from planaria.job.planning import cache_directory
@@ -290,7 +291,10 @@ def _write_tokenizer(manifest: Manifest, output: Path, names: tuple[str, ...]) -
         return ()
     if _data(manifest).get("tokenizer") == "bpe" and not Path(learned).is_file():
         return ()
-    return write_own_tokenizer(output, learned, num_ids=facts.vocabulary_size)
+    files = own_tokenizer_files(learned, num_ids=facts.vocabulary_size)
+    for name, content in files.items():
+        Directory(output).write(name, content, may_write=lambda: True)
+    return tuple(files)
 
 
 def _lacks_tokenizer(manifest: Manifest, names: tuple[str, ...]) -> bool:

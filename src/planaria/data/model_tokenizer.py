@@ -159,16 +159,12 @@ def end_of_document(directory: str) -> str:
     return tokens[0] if tokens else _NO_END
 
 
-def write_own_tokenizer(directory: Path, learned: str, *, num_ids: int) -> tuple[str, ...]:
-    """Writes a tokenizer of planaria's own as transformers reads it; returns the file names.
+def own_tokenizer_files(learned: str, *, num_ids: int) -> dict[str, bytes]:
+    """The files, by name, in which transformers reads a tokenizer of planaria's own.
 
     Args:
-        directory: directory of an exported model.
         learned: path of the tokenizer that was learned from the text; "": tokens are bytes.
         num_ids: number of token ids of the model; one more than the tokenizer has is the mask.
-
-    Raises:
-        OSError: the disk refuses.
     """
     tokenizer = _read_tokenizer(Path(learned)) if learned else _byte_tokenizer()
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -176,13 +172,10 @@ def write_own_tokenizer(directory: Path, learned: str, *, num_ids: int) -> tuple
         mask = _USUAL_MASKS[0]
         tokenizer.add_special_tokens([mask])
         config["mask_token"] = mask
-    contents = {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json.dumps(config, indent=2).encode() + b"\n",
     }
-    for name, content in contents.items():
-        (directory / name).write_text(content, "utf-8")
-    return tuple(contents)
 
 
 def _byte_tokenizer() -> Any:

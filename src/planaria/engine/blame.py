@@ -34,7 +34,7 @@ def blame_of(error: BaseException) -> Blame:
             return "memory"
         if isinstance(link, OSError | torch.AcceleratorError | dist.DistError):
             return "node"
-        if isinstance(link, RuntimeError) and any(text in _text(link) for text in _DEVICE_FAULTS):
+        if isinstance(link, RuntimeError) and any(text in text_of(link) for text in _DEVICE_FAULTS):
             return "node"
     return "job"
 
@@ -48,7 +48,7 @@ def failure_of(
         layers: first and end of the layers that were being computed; both 0: none.
     """
     first_layer, end_layer = layers
-    message = " ".join(_text(error).split())[:_MESSAGE_MAX]
+    message = " ".join(text_of(error).split())[:_MESSAGE_MAX]
     return WorkerFailed(
         node=spec.node,
         rank=spec.rank,
@@ -78,7 +78,9 @@ def is_of_memory(error: BaseException) -> bool:
     """Whether the exception itself, regardless of its causes, says that memory is full."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    is_named = isinstance(error, RuntimeError) and any(text in _text(error) for text in _NO_MEMORY)
+    is_named = isinstance(error, RuntimeError) and any(
+        text in text_of(error) for text in _NO_MEMORY
+    )
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_named
 
 
@@ -98,7 +100,7 @@ def mistake_of(error: ConfigError) -> tuple[str, str, str]:
     return _sendable(error.field), value.decode(), _sendable(error.remedy)
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """The exception's own text, as a message can carry it; some raise when they are asked."""
     try:
         return _sendable(str(error))

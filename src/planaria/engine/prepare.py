@@ -26,7 +26,7 @@ from planaria.data.datasets import (
     vocabulary_size,
 )
 from planaria.data.text import TokenDataset
-from planaria.engine.blame import mistake_of, user_traceback
+from planaria.engine.blame import mistake_of, text_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
 from planaria.engine.devices import Device, find_device
 from planaria.engine.iteration.evaluation import load_evaluation
@@ -242,8 +242,8 @@ def main(payload: bytes, result_fd: int) -> None:
     except ConfigError as error:
         result = Prepared(mistake=mistake_of(error))
     except (Exception, SystemExit) as error:
-        if _UNREPEATABLE in str(error):
-            told = str(error).partition(",")[0]
+        if _UNREPEATABLE in text_of(error):
+            told = text_of(error).partition(",")[0]
             remedy = (
                 f"torch has no kernel for this device that repeats itself: {told}; take another "
                 "operator, or set it to false, which promises no bits"
