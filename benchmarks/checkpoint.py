@@ -255,11 +255,10 @@ def _streamed(_directory: str, rounds: int) -> Times:
     copies = (LayerCopy(0, 0, (1,)),)
     copier = Copier(
         links,
-        arena,
         CopyPlan(
             own=(0,) if rank == 0 else (), copies=copies, since=1, epoch=0, complete_label=None
         ),
-        host_copy=HostCopy(fill_alone, lambda _: 0, no_device),
+        host_copy=HostCopy(arena, fill_alone, lambda _: 0, no_device),
         flow=FlowControl(_BUFFERS, AtOnce(), TIMEOUT_S),
         on_failure=print,
     )

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection as Pipe
 import numpy as np
 
 from planaria.errors import PeerLostError
+from planaria.transport.connection import LinkProtection
 from planaria.transport.link_tls import link_security
 from planaria.transport.links import Channel, Links, Tag
 
@@ -110,7 +111,8 @@ def _linked_pair(name: str) -> Iterator[_Sender]:
 def _links(rank: int, name: str) -> Links:
     """A rank of a pair."""
     security = link_security(TOKEN) if name == "encrypted" else None
-    return Links(rank, token=TOKEN, is_checked=name == "checked", security=security)
+    protection = LinkProtection(is_checked=name == "checked", security=security)
+    return Links(rank, token=TOKEN, protection=protection)
 
 
 def _answer(pipe: Pipe, name: str) -> None:

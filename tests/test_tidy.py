@@ -73,7 +73,9 @@ ACTING_CALLS = {
 }
 SEEDED = {"Random", "Generator", "default_rng", "SeedSequence", "BitGenerator", "PCG64", "Philox"}
 
-LINES_MAX, FUNCTION_LINES_MAX, COLUMNS_MAX = 600, 60, 100
+LINES_MAX, FUNCTION_LINES_MAX, COLUMNS_MAX, PARAMETERS_MAX = 600, 60, 100, 6
+# Classes whose constructors may take more parameters, since users write them out.
+PUBLIC_CONSTRUCTORS = {"MemoryCheckpointer"}
 SMALL_LINES = 60
 # Small modules that no other imports, or only one.
 ALONE = {
@@ -203,7 +205,7 @@ def _impure_call(call: ast.Call) -> Iterator[Problem]:
 
 
 def sizes(file: File) -> Iterator[Problem]:
-    """600 lines a file, 60 a function, 100 columns, ASCII."""
+    """600 lines a file, 60 a function, 100 columns, 6 parameters a constructor, ASCII."""
     lines = file.source.splitlines()
     if len(lines) > LINES_MAX:
         yield LINES_MAX + 1, f"{len(lines)} lines, {LINES_MAX} are allowed; split the file by idea"
@@ -212,11 +214,22 @@ def sizes(file: File) -> Iterator[Problem]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES_MAX:
                 yield node.lineno, f"{node.name} has {length} lines, {FUNCTION_LINES_MAX} allowed"
+        if isinstance(node, ast.ClassDef) and file.module and node.name not in PUBLIC_CONSTRUCTORS:
+            yield from _long_constructors(node)
     for number, text in enumerate(lines, start=1):
         if len(text) > COLUMNS_MAX:
             yield number, f"{len(text)} columns, {COLUMNS_MAX} are allowed; break the line"
         if not text.isascii():
             yield number, "is not ASCII; write it in ASCII or as an escape"
+
+
+def _long_constructors(made: ast.ClassDef) -> Iterator[Problem]:
+    """The constructor of a class, if it has too many parameters besides `self`."""
+    for node in made.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs) - 1
+            if count > PARAMETERS_MAX:
+                yield node.lineno, f"{made.name} takes {count} parameters; give it a record"
 
 
 def speech(file: File) -> Iterator[Problem]:
@@ -503,6 +516,12 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (sizes, "planaria.core.plan", "x = 1\n" * 601, 601),
     (sizes, "planaria.core.plan", "def f():\n" + "    x = 1\n" * 60, 1),
     (sizes, "", "x = 1  # " + "x" * 93 + "\n", 1),
+    (
+        sizes,
+        "planaria.core.plan",
+        "class A:\n    def __init__(self, a, b, c, *, d, e, f, g):\n        self.a = a\n",
+        2,
+    ),
     (sizes, "planaria.core.plan", "x = '\u00e9'\n", 1),
     (speech, "planaria.engine.worker", "x = 1\nprint(x)\n", 2),
     (handlers, "", "try:\n    x()\nexcept:\n    y()\n", 3),
@@ -540,6 +559,11 @@ GOOD: tuple[tuple[Rule, str, str], ...] = (
     (purity, "planaria.core.samples", "import random\nx = random.Random(3).random()\n"),
     (purity, "planaria.nodes.agent", "import os, time\nx = open('x')\n"),
     (sizes, "planaria.core.plan", "def f():\n" + "    x = 1\n" * 59),
+    (
+        sizes,
+        "planaria.core.plan",
+        "class A:\n    def __init__(self, a, b, c, *, d, e, f):\n        self.a = a\n",
+    ),
     (speech, "planaria.cli.main", "print(1)\n"),
     (speech, "planaria.job.config", "if __name__ == '__main__':\n    print(1)\n"),
     (handlers, "", "try:\n    x()\nexcept OSError:\n    y()\n"),

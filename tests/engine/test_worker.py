@@ -259,7 +259,13 @@ def test_the_links_of_a_worker_are_as_its_node_is_told(monkeypatch: pytest.Monke
         """A worker that has nothing to do."""
 
         def __init__(self, _spec: NodeSpec, _control: object, links: Links, _pulse: Pulse) -> None:
-            told.append((links.address[0], links._own.is_checked, links._own.num_bytes_max))
+            told.append(
+                (
+                    links.address[0],
+                    links._own.protection.is_checked,
+                    links._own.protection.num_bytes_max,
+                )
+            )
             links.close()
 
         def run(self, _: object) -> None:

@@ -38,10 +38,8 @@ class ArrivingMachines:
         self._job, self._mark, self.address = job, mark, address
         checks = MachineChecks(job, mark, cache_directory="", note=self.notes.append)
         self.machines = Machines(
-            job,
+            JobOffered(run="run", job=job, mark=mark),
             CREDENTIALS,
-            run="run",
-            sources=(),
             num_max=num_max,
             checks=checks,
             note=self.notes.append,

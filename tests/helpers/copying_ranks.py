@@ -80,9 +80,8 @@ def copying_rank(
         own = OWN[links.rank]
         copier = Copier(
             links,
-            arena,
             CopyPlan(own=own, copies=copies, since=-1, epoch=0, complete_label=None),
-            host_copy=HostCopy(fill, lambda _: 0, no_device),
+            host_copy=HostCopy(arena, fill, lambda _: 0, no_device),
             flow=FlowControl(buffers, turns or AtOnce(), TIMEOUT_S),
             on_failure=failures.append,
             device_path=device_path,

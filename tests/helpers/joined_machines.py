@@ -14,6 +14,7 @@ import msgspec
 from helpers.fake_fork_server import FakeForkServer
 from helpers.heads import CREDENTIALS
 from planaria.core.job import JobConfig
+from planaria.core.machine_messages import JobOffered
 from planaria.core.specs import NodeSpec, Prepared
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.process_events import restore_handlers
@@ -106,15 +107,8 @@ async def cluster(tmp_path: Path, job: JobConfig) -> AsyncIterator[Cluster]:
         checks = MachineChecks(
             job, mark, cache_directory=str(tmp_path / "cache"), note=notes.append
         )
-        machines = Machines(
-            job,
-            CREDENTIALS,
-            run="run",
-            sources=(),
-            num_max=9,
-            checks=checks,
-            note=notes.append,
-        )
+        offer = JobOffered(run="run", job=job, mark=mark)
+        machines = Machines(offer, CREDENTIALS, num_max=9, checks=checks, note=notes.append)
         sockets, address = listen("127.0.0.1:0")
         acceptor = Acceptor(sockets, {Purpose.MACHINE: machines.accept})
         acceptor.start()

@@ -67,15 +67,8 @@ def open_left_head(saves: Path, *, run: str = RUN) -> Iterator[tuple[OpenHead, a
     listeners, address = listen("127.0.0.1:0")
     checks = MachineChecks(job, "", cache_directory="", note=lambda _: None)
     with asyncio.Runner() as runner:
-        machines = Machines(
-            job,
-            CREDENTIALS,
-            run=run,
-            sources=(),
-            num_max=1,
-            checks=checks,
-            note=lambda _: None,
-        )
+        offer = JobOffered(run=run, job=job, mark="")
+        machines = Machines(offer, CREDENTIALS, num_max=1, checks=checks, note=lambda _: None)
         yield OpenHead(runner, listeners, address, machines, keeps_run=True), runner
 
 

@@ -10,7 +10,7 @@ from planaria.coordinator.commands import Publish, SaveChecked
 from planaria.coordinator.saves import VersionEvent
 from planaria.core.messages import SaveFailed
 from planaria.core.records import ToLauncher
-from planaria.nodes.head.publisher import Publisher
+from planaria.nodes.head.publisher import MarkedRun, Publisher
 
 
 class ToldPublisher:
@@ -28,8 +28,7 @@ class ToldPublisher:
             self.tier,
             fingerprint={"name": "job"},
             keep=keep,
-            run=self.run,
-            head=head,
+            run=MarkedRun(self.run, head) if self.run else None,
             queue=self.events.append,
             notify=self.notices.append,
         )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.linked_ranks import link_ranks, wait_until
+from planaria.checkpoint.memory.interleaving import CopyPeers
 from planaria.core.plan import Link
 from planaria.engine.devices import LateDevice
 from planaria.torchrun import collectives
@@ -26,6 +27,11 @@ class Work:
 
     def get_future(self) -> "Future[None]":
         return self.future
+
+
+def _peers(peer: int) -> CopyPeers:
+    """A peer of another node, with which copies are exchanged."""
+    return CopyPeers([peer], [peer], is_far=lambda _: True)
 
 
 @pytest.fixture
@@ -132,14 +138,7 @@ def test_spans_lie_between_the_collectives_of_an_iteration() -> None:
     """They are known by how many are over; before they are, pieces go at once."""
     with link_ranks(2) as (left, right):
         turns = [
-            BetweenCollectives(
-                links,
-                link=Link(1e-4, 1e9),
-                far={1 - links.rank},
-                targets={1 - links.rank},
-                sources={1 - links.rank},
-                iterations=2,
-            )
+            BetweenCollectives(links, _peers(1 - links.rank), link=Link(1e-4, 1e9), iterations=2)
             for links in (left, right)
         ]
         try:
@@ -179,9 +178,7 @@ def test_collectives_that_are_over_at_once_have_numbers_of_their_own(
         return Tag(channel, iteration, number)
 
     with link_ranks(2) as (links, _):
-        turns = BetweenCollectives(
-            links, link=Link(1e-4, 1e9), far={1}, targets={1}, sources={1}, iterations=2
-        )
+        turns = BetweenCollectives(links, _peers(1), link=Link(1e-4, 1e9), iterations=2)
         monkeypatch.setattr(collectives, "Tag", tag)
         dist.all_reduce(torch.ones(1))
         second.join()

@@ -14,8 +14,10 @@ from helpers.linked_ranks import TIMEOUT_S, TOKEN, begin_all, tag, wait_until
 from planaria.core.plan import Link
 from planaria.errors import AuthenticationError, PeerLostError
 from planaria.transport.connection import (
+    MESSAGE_BYTES_MAX,
     Channel,
     Connection,
+    LinkProtection,
     MessageHeader,
     OwnEnd,
     Tag,
@@ -36,7 +38,7 @@ NUM_FUZZED = 20_000
 @contextmanager
 def pair(*, is_checked: bool = True) -> Iterator[tuple[Links, Links]]:
     """Two ranks that are not linked yet."""
-    left, right = (Links(rank, token=TOKEN, is_checked=is_checked) for rank in range(2))
+    left, right = (Links(rank, token=TOKEN, protection=_checks(is_checked)) for rank in range(2))
     try:
         yield left, right
     finally:
@@ -82,7 +84,9 @@ def test_paced_messages_are_checked_with_their_stamps() -> None:
     clocks = [node_clocks(1) for _ in range(2)]
     link = Link(latency_s=0.001, bandwidth_bytes_per_s=1e9)
     left, right = (
-        Links(rank, token=TOKEN, is_checked=True, pacing=Pacing(clocks[rank], 1, link, link))
+        Links(
+            rank, token=TOKEN, protection=_checks(True), pacing=Pacing(clocks[rank], 1, link, link)
+        )
         for rank in range(2)
     )
     begin_all([left, right], 0)
@@ -160,7 +164,9 @@ def test_without_checksums_the_same_flip_is_delivered() -> None:
 @pytest.mark.parametrize("checking", [0, 1])
 def test_ranks_of_which_only_one_has_checksums_do_not_link(checking: int) -> None:
     """Each would take the other's checksums for bytes of messages, or wait for some."""
-    left, right = (Links(rank, token=TOKEN, is_checked=rank == checking) for rank in range(2))
+    left, right = (
+        Links(rank, token=TOKEN, protection=_checks(rank == checking)) for rank in range(2)
+    )
     right.enter(0, addresses={0: left.address}, peers=(0,))
     with pytest.raises(PeerLostError):
         left.begin(0, addresses={1: right.address}, peers=(1,), timeout_s=TIMEOUT_S)
@@ -204,8 +210,8 @@ def test_a_message_that_is_larger_than_the_job_sends_is_refused_before_memory_is
     is_checked: bool,
 ) -> None:
     """Or a peer that has gone wrong could take all memory of a machine."""
-    left = Links(0, token=TOKEN, is_checked=is_checked)
-    right = Links(1, token=TOKEN, is_checked=is_checked, num_bytes_max=1000)
+    left = Links(0, token=TOKEN, protection=_checks(is_checked))
+    right = Links(1, token=TOKEN, protection=_checks(is_checked, num_bytes_max=1000))
     begin_all([left, right], 0)
     left.send(1, tag(0), np.zeros(1000, dtype=np.uint8))
     left.send(1, tag(1), np.zeros(1001, dtype=np.uint8))
@@ -272,9 +278,14 @@ def _crc_of(data: bytes) -> bytes:
     return (crc ^ 0xFFFFFFFF).to_bytes(4, "big")
 
 
+def _checks(is_checked: bool, num_bytes_max: int = MESSAGE_BYTES_MAX) -> LinkProtection:
+    return LinkProtection(is_checked=is_checked, num_bytes_max=num_bytes_max)
+
+
 def _own_end(*, is_checked: bool, rank: int) -> OwnEnd:
     identity = rank, 70 + rank
-    return OwnEnd(TOKEN, identity, lambda *_: None, lambda _: False, is_checked, NUM_BYTES_MAX)
+    protection = _checks(is_checked, NUM_BYTES_MAX)
+    return OwnEnd(TOKEN, identity, lambda *_: None, lambda _: False, protection)
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:

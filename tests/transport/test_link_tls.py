@@ -16,6 +16,7 @@ from helpers.flipping_relay import flipping_relay
 from helpers.linked_ranks import TIMEOUT_S, TOKEN, addresses, begin_all, tag, wait_until
 from planaria.errors import PeerLostError
 from planaria.transport import connection
+from planaria.transport.connection import LinkProtection
 from planaria.transport.credentials import run_credentials
 from planaria.transport.link_tls import LinkSecurity, link_security
 from planaria.transport.links import Links
@@ -26,7 +27,7 @@ SIZES = (1, 1000, 16 << 10, (1 << 20) + 1, 9 << 20)
 
 
 def link(rank: int, security: LinkSecurity | None = SECURITY, token: bytes = TOKEN) -> Links:
-    return Links(rank, token=token, security=security)
+    return Links(rank, token=token, protection=LinkProtection(security=security))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Final
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.chunk_list import ChunkList
 from planaria.checkpoint.memory.filling import Filler, HostCopy, fill_alone
-from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
+from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving, SpanUse
 from planaria.checkpoint.memory.landing import DevicePath
 from planaria.checkpoint.memory.stream import Copier, CopyPlan
 from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
@@ -116,7 +116,6 @@ class Copying:
         self._first_age = start.iteration + unprotected
         self._copier = Copier(
             self._links,
-            self._arena,
             CopyPlan(
                 own=tuple(sorted(own)),
                 copies=start.copies,
@@ -125,6 +124,7 @@ class Copying:
                 complete_label=self._complete_label,
             ),
             host_copy=HostCopy(
+                self._arena,
                 self._filler or fill_alone,
                 stage.model.virtual_state_bytes,
                 self._sleep_device_to_host,
@@ -203,9 +203,11 @@ class Copying:
             ),
             link=link,
             idle={entry.target: entry.spans for entry in start.idle if entry.source == rank},
-            gamma=None if job.gamma == "auto" else job.gamma,
-            num_iterations=job.profile_iterations - 1,
-            chunks=ChunkList(link) if job.schedule == "paper" else None,
+            use=SpanUse(
+                num_iterations=job.profile_iterations - 1,
+                gamma=None if job.gamma == "auto" else job.gamma,
+                chunks=ChunkList(link) if job.schedule == "paper" else None,
+            ),
         )
 
     def _sleep_device_to_host(self, num_bytes: int, *, is_own: bool) -> None:

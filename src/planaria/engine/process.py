@@ -15,6 +15,7 @@ from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
 from planaria.engine.prepare import device_of, message_bytes_max, pacing_of, pinned_bytes_of
 from planaria.engine.worker import Worker
+from planaria.transport.connection import LinkProtection
 from planaria.transport.frames import LINKS, derive
 from planaria.transport.link_tls import link_security
 from planaria.transport.links import Links
@@ -42,9 +43,11 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
         token=derive(spec.token, LINKS),
         host=spec.host,
         pacing=pacing_of(spec),
-        is_checked=spec.checks_links,
-        num_bytes_max=message_bytes_max(spec),
-        security=link_security(spec.token) if spec.job.cluster.encryption == "on" else None,
+        protection=LinkProtection(
+            is_checked=spec.checks_links,
+            num_bytes_max=message_bytes_max(spec),
+            security=link_security(spec.token) if spec.job.cluster.encryption == "on" else None,
+        ),
     )
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)

@@ -20,6 +20,7 @@ from planaria.checkpoint.disk.storage import is_same_place
 from planaria.checkpoint.disk.tiers import Start
 from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
+from planaria.core.machine_messages import JobOffered
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
 from planaria.job.lost_heads import (
@@ -279,14 +280,11 @@ def open_head(
     with place_mark(config.checkpoint.directory) as mark, Runner() as runner:
         listeners, address = listen(listening.address)
         checks = MachineChecks(config, mark, cache_directory=cache_directory(), note=note)
+        offer = JobOffered(
+            run=run or secrets.token_hex(8), job=config, mark=mark, sources=tuple(sources)
+        )
         machines = Machines(
-            config,
-            listening.credentials,
-            run=run or secrets.token_hex(8),
-            sources=sources,
-            num_max=listening.nodes_max,
-            checks=checks,
-            note=note,
+            offer, listening.credentials, num_max=listening.nodes_max, checks=checks, note=note
         )
         operator = _machine_operator(listening, address, machines, note=note)
         note(f"listening at {address_text(address)}; on each machine: {join_text(address)}")

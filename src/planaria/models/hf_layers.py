@@ -69,6 +69,7 @@ from planaria.models.hf_routers import Routers, RouterSums, routers_of
 from planaria.models.hf_weights import Weights, weights_on_disk
 from planaria.models.layers import (
     OWN_LAYERS,
+    SplitFacts,
     SplitModel,
     TiedGroup,
     boundary,
@@ -407,15 +408,14 @@ def split_hf_model(
         routers=routers,
         seed=seed,
     )
-    return SplitModel(
-        builder,
-        objective=objective,
-        loss=routers.loss_sum if routers else cross_entropy_sum,
+    facts = SplitFacts(
         config=_config_of(skeleton, routers, adapters),
         loss_field="model.config",
         notes=weights.notes,
         float32_names=builder.float32_names,
     )
+    loss = routers.loss_sum if routers else cross_entropy_sum
+    return SplitModel(builder, objective=objective, loss=loss, facts=facts)
 
 
 def _config_of(

@@ -14,7 +14,7 @@ torch.fx cannot trace the models of transformers 5.
 import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -67,6 +67,25 @@ class LayerBuilder(Protocol):
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFacts:
+    """What is known of a model besides its layers.
+
+    Attributes:
+        config: content of the config.json from which other tools can build the same model; empty:
+            they cannot.
+        loss_field: key of the job that an error of the loss names.
+        notes: lines for the user to read before the job trains.
+        float32_names: function that returns the names of parameters and buffers that stay in
+            float32 where the layers work in bfloat16.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    loss_field: str = "model.target"
+    notes: tuple[str, ...] = ()
+    float32_names: Callable[[], frozenset[str]] = frozenset
+
+
 class SplitModel:
     """A model split into layers; calling one layer after another is the same as calling the model.
 
@@ -82,11 +101,7 @@ class SplitModel:
             (the hidden tokens, -100 elsewhere) or "supervised".
         tied: groups of uses of the parameters that more than one layer uses.
         virtual: profile of each layer of a paced model; empty: the model is not paced.
-        config: content of the config.json from which other tools can build the same model; empty:
-            they cannot.
-        notes: lines for the user to read before the job trains.
-        float32_names: function that returns the names of parameters and buffers that stay in
-            float32 where the layers work in bfloat16.
+        config, notes, float32_names: the same as in `SplitFacts`.
     """
 
     __slots__ = (
@@ -101,16 +116,13 @@ class SplitModel:
         objective: str,
         loss: LossFunction,
         virtual: tuple[LayerProfile, ...] = (),
-        config: Mapping[str, Any] | None = None,
-        loss_field: str = "model.target",
-        notes: tuple[str, ...] = (),
-        float32_names: Callable[[], frozenset[str]] = frozenset,
+        facts: SplitFacts | None = None,
     ) -> None:
-        self._loss_field = loss_field
-        self.notes = notes
-        self.float32_names = float32_names
+        facts = facts or SplitFacts()
+        self._loss_field = facts.loss_field
+        self.config, self.notes = facts.config, facts.notes
+        self.float32_names = facts.float32_names
         self.virtual = virtual
-        self.config = config or {}
         self._builder = builder
         self._loss = loss
         self.layer_names = builder.layer_names

@@ -19,7 +19,12 @@ from planaria.torchrun.gathering import gather_records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options that hold for each group of ranks; MemoryCheckpointer explains them."""
+    """The options that hold for each group of ranks; MemoryCheckpointer explains most of them.
+
+    Attributes:
+        host: address by which other nodes reach this one.
+        store_port: port of this rank's store, at which ranks meet after a loss; 0: it has none.
+    """
 
     copies: int
     placement: Strategy
@@ -27,6 +32,8 @@ class Options:
     buffer_bytes: int
     profile_iterations: int
     persist_every: int
+    host: str
+    store_port: int
 
 
 def check_least(

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving
+from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving, SpanUse
 from planaria.checkpoint.memory.wire import incoming_layers, outgoing_copies
 from planaria.core.copies import IdleSpan, LayerCopy
 from planaria.core.plan import Link
@@ -130,9 +130,9 @@ class BetweenCollectives:
     """Turns for the pieces of copies of a user's own loop; an iteration lasts from save to save.
 
     Args:
+        peers: ranks that copies are sent to, at least one, and that they come from. Those that they
+            are sent to are on other nodes.
         link: latency and bandwidth between nodes.
-        far: ranks of other nodes; at least one.
-        targets, sources: ranks that copies are sent to, and ranks that they come from.
         iterations: number of iterations over which measurements are averaged.
         device: argument of `Collectives`.
     """
@@ -140,26 +140,20 @@ class BetweenCollectives:
     def __init__(
         self,
         links: Links,
+        peers: CopyPeers,
         *,
         link: Link,
-        far: Collection[int],
-        targets: Collection[int],
-        sources: Collection[int],
         iterations: int,
         device: Device = PROCESSOR,
     ) -> None:
         self._links = links
-        self._far = min(far)  # Any rank of another node: a collective uses the links to all nodes.
+        # Any rank of another node: a collective uses the links to all nodes.
+        self._far = min(peers.targets)
         self._lock = threading.Lock()  # Guards the two numbers below; any thread notes.
         self._iteration = 0
         self._num_recorded = 0
         self._turns = Interleaving(
-            links,
-            CopyPeers(targets, sources, is_far=lambda peer: peer in far),
-            link=link,
-            idle={},
-            gamma=None,
-            num_iterations=iterations,
+            links, peers, link=link, idle={}, use=SpanUse(num_iterations=iterations)
         )
         self._collectives = Collectives(self._record, device=device)
 
@@ -240,7 +234,6 @@ def between_collectives(
         device: device on which the model computes.
         device_type: torch's name of the devices whose tensors the loop's collectives take.
     """
-    far = {rank for rank, node in enumerate(nodes) if node != nodes[links.rank]}
     targets = {target for target, _ in outgoing_copies(links.rank, copies)}
     sources = incoming_layers(links.rank, copies).keys()
     # The host does not learn when the collectives of other backends are over; the device does.
@@ -249,10 +242,8 @@ def between_collectives(
         return None
     return BetweenCollectives(
         links,
+        CopyPeers(targets, sources, is_far=lambda peer: nodes[peer] != nodes[links.rank]),
         link=measured_link(links, targets=targets, sources=sources),
-        far=far,
-        targets=targets,
-        sources=sources,
         iterations=iterations,
         device=PROCESSOR if is_timed_here else device,
     )

@@ -71,15 +71,13 @@ class GroupCopies:
     """A rank's part in the copies of the default process group.
 
     Args:
-        host: address by which other nodes reach this one.
-        store_port: port of this rank's store, at which ranks meet after a loss; 0: it has none.
         had_version: whether a group before this one had a version, as far as this rank knows.
 
     Attributes:
         rank: number of this rank.
         ranks: facts about all ranks, by rank.
         links: links to the other ranks.
-        connections: connections of the process group, if `store_port` is not 0.
+        connections: connections of the process group, if ranks meet after a loss.
     """
 
     def __init__(
@@ -89,8 +87,6 @@ class GroupCopies:
         tier: PersistentTier | None,
         options: Options,
         *,
-        host: str,
-        store_port: int,
         had_version: bool,
     ) -> None:
         self._memory, self._state, self._tier, self._options = memory, state, tier, options
@@ -104,33 +100,33 @@ class GroupCopies:
         # How many times `persist_every` the newest version has whose save was begun.
         self._num_persisted = 0
         # Before this rank makes connections of its own to others.
-        self.connections = connections_between_ranks() if store_port else frozenset()
+        self.connections = connections_between_ranks() if options.store_port else frozenset()
         random_bytes = gather_bytes(secrets.token_bytes(24))[0]
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(random_bytes[16:]) >> 2
-        self.links = Links(self.rank, token=random_bytes[:16], host=host)
+        self.links = Links(self.rank, token=random_bytes[:16], host=options.host)
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self.links)))
         try:
             with _errors_of_torch():
-                self._meet(store_port)
+                self._meet()
         except BaseException:
             self.links.close()
             raise
         self._watch: LossWatch | None = None
-        if store_port:
+        if options.store_port:
             self._watch = LossWatch(self.links, self._world_size, self.connections)
         self._epoch = _epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
         self._is_above_saves = tier is None  # Whether that is above the epochs behind memory, too.
         # The version of earlier runs that is kept until one of this run is complete.
         self._complete_label = next(iter(self._restores.complete()), None)
 
-    def _meet(self, store_port: int) -> None:
+    def _meet(self) -> None:
         """Learns of all other ranks, and links to them.
 
         Raises:
             PeerLostError: a rank was lost meanwhile.
         """
-        self.ranks = gather_records(RankFacts, self._facts(store_port))
+        self.ranks = gather_records(RankFacts, self._facts())
         self._nodes = [rank.node for rank in self.ranks]
         copies = self._options.copies
         if not self.rank and (num_nodes := len({*self._nodes})) < copies:
@@ -171,14 +167,14 @@ class GroupCopies:
         except (AbortedError, PeerLostError):
             return False
 
-    def _facts(self, store_port: int) -> RankFacts:
+    def _facts(self) -> RankFacts:
         return RankFacts(
             node=self._memory.node,
             address=self.links.address,
             labels=self._memory.versions(),
             begin_us=time.time_ns() // 1000,
             domain=self._options.domain,
-            store_port=store_port,
+            store_port=self._options.store_port,
         )
 
     # -- restoring --------------------------------------------------------------------------------
@@ -463,7 +459,6 @@ class GroupCopies:
         )
         self._copier = Copier(
             self.links,
-            self._memory.arena,
             CopyPlan(
                 own=own,
                 copies=self._shard_copies,
@@ -472,7 +467,9 @@ class GroupCopies:
                 run=self._run,
                 complete_label=self._complete_label,
             ),
-            host_copy=HostCopy(self._memory.filler, _no_virtual_bytes, no_device),
+            host_copy=HostCopy(
+                self._memory.arena, self._memory.filler, _no_virtual_bytes, no_device
+            ),
             flow=FlowControl(
                 Buffers(self._options.buffer_bytes, _NUM_BUFFERS),
                 self._turns or AtOnce(),

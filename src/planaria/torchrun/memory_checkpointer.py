@@ -151,6 +151,8 @@ class MemoryCheckpointer:
         check_strategy(placement, domain)
         if can_reform:
             check_errors_stay(next(model.parameters()).device.type)
+        self._tier = PersistentTier(persist_directory, keep=keep) if persist_directory else None
+        self._store = MeetingStore() if can_reform else None
         self._options = Options(
             copies=copies,
             placement=placement,
@@ -158,14 +160,12 @@ class MemoryCheckpointer:
             buffer_bytes=buffer_bytes,
             profile_iterations=profile_iterations if is_interleaved else 0,
             persist_every=persist_every,
+            host=own_host(),  # Once: later the machine by which it is found may be lost.
+            store_port=self._store.port if self._store else 0,
         )
-        self._tier = PersistentTier(persist_directory, keep=keep) if persist_directory else None
-        self._store = MeetingStore() if can_reform else None
-        self._settings = group_settings()
-        self._host = own_host()  # Once: later the machine by which it is found may be lost.
         place = Path(directory) if directory else runtime_directory() / name
         self._memory = RankMemory(place, idle_s=idle_s)
-        self._place, self._is_closed = place.absolute(), False
+        self._settings, self._place, self._is_closed = group_settings(), place.absolute(), False
         self._is_new = True  # Nothing was saved or restored here yet.
         self._generation = 0  # The number of groups before this one.
         self._had_version = False  # One of them had a version, as far as this rank knows.
@@ -178,15 +178,8 @@ class MemoryCheckpointer:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _begin(self, state: TrainingState) -> GroupCopies:
-        store_port = self._store.port if self._store else 0
         return GroupCopies(
-            self._memory,
-            state,
-            self._tier,
-            self._options,
-            host=self._host,
-            store_port=store_port,
-            had_version=self._had_version,
+            self._memory, state, self._tier, self._options, had_version=self._had_version
         )
 
     def restore(self) -> int:

@@ -224,7 +224,7 @@ class PersistentTier:
 
     def bring(self, arena: Arena, label: Label, shards: Collection[int]) -> str:
         """Brings shards of a version to memory; returns why that failed, empty if it did not."""
-        copies = OwnCopies(arena, HostCopy(fill_alone, _no_virtual_bytes, no_device))
+        copies = OwnCopies(HostCopy(arena, fill_alone, _no_virtual_bytes, no_device))
         try:
             manifest = self._read_tier.manifest(version_name(label.age, label.epoch))
             for shard in sorted(shards):

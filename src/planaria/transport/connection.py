@@ -198,6 +198,22 @@ class Receptions:
             return sums
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProtection:
+    """The protection of a rank's links against damage, absurd messages and strangers.
+
+    Attributes:
+        is_checked: whether messages have checksums; it must be the same on all ranks.
+        num_bytes_max: size of the largest payload that the job sends; a link that claims to bring a
+            larger one is closed.
+        security: TLS of all links; None: they are plain. It must be the same on all ranks.
+    """
+
+    is_checked: bool = False
+    num_bytes_max: int = MESSAGE_BYTES_MAX
+    security: LinkSecurity | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class OwnEnd:
     """The facts that all connections of a rank share.
@@ -207,10 +223,8 @@ class OwnEnd:
         identity: the rank, and the port at which it listens.
         memory_for: returns the memory for a message that begins to arrive; None: any will do.
         is_over: says whether an epoch is over for this rank.
-        is_checked: whether messages have checksums.
-        num_bytes_max: size of the largest payload that the job sends.
+        protection: protection of all links.
         clock: name of the monotonic clock that this rank reads.
-        security: TLS of all connections; None: they are plain.
         receptions: speed at which large messages arrive, by peer.
     """
 
@@ -218,17 +232,15 @@ class OwnEnd:
     identity: tuple[int, int]
     memory_for: MemoryFor
     is_over: Callable[[int], bool]
-    is_checked: bool = False
-    num_bytes_max: int = MESSAGE_BYTES_MAX
+    protection: LinkProtection
     clock: str = field(default_factory=clock_name)
-    security: LinkSecurity | None = None
     receptions: Receptions = field(default_factory=Receptions)
 
     @property
     def number(self) -> int:
         """What this end says of itself in the handshake, as one number."""
         rank, port = self.identity
-        traits = self.clock_number << 1 | self.is_checked
+        traits = self.clock_number << 1 | self.protection.is_checked
         return (traits << _PORT_BITS | port) << _RANK_BITS | rank
 
     @property
@@ -284,7 +296,8 @@ class Connection:
         self.is_severed = False
         self.lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
-        self._tls = LinkTls(own.security, is_server=target < 0) if own.security else None
+        security = own.protection.security
+        self._tls = LinkTls(security, is_server=target < 0) if security else None
         role = Role.ACCEPT if target < 0 else Role.CONNECT
         self._handshake = handshake(own.token, role, identity=own.number)
         self._own = own
@@ -382,7 +395,7 @@ class Connection:
                 if count == 0:
                     raise ConnectionError("closed by peer")
                 num_read += count
-                if self._own.is_checked and self._header is not None:
+                if self._own.protection.is_checked and self._header is not None:
                     self._hasher.update(self._view[:count])
                 self._view = self._view[count:]
                 messages = tuple(self._completed_messages())
@@ -418,7 +431,7 @@ class Connection:
                 self._view = memoryview(bytearray(len(self._view)))
 
     def _expect_header(self) -> None:
-        self._expect(header_size(is_checked=self._own.is_checked))
+        self._expect(header_size(is_checked=self._own.protection.is_checked))
 
     def _completed_messages(self) -> Iterator[IncomingMessage | None]:
         """Yields what the bytes just read complete, as `read` does."""
@@ -442,7 +455,9 @@ class Connection:
         header, own = self._header, self._own
         if header is None:
             header = self._header = parse_header(
-                bytes(self._head), is_checked=own.is_checked, num_bytes_max=own.num_bytes_max
+                bytes(self._head),
+                is_checked=own.protection.is_checked,
+                num_bytes_max=own.protection.num_bytes_max,
             )
             memory = own.memory_for(self.peer, header.epoch, header.tag, header.num_bytes)
             self._has_offered_memory = memory is not None
@@ -453,7 +468,7 @@ class Connection:
             self._hasher.reset()
             return
         self._has_offered_memory = False
-        is_sound = not own.is_checked or self._hasher.intdigest() == header.digest
+        is_sound = not own.protection.is_checked or self._hasher.intdigest() == header.digest
         # A rank changes what it still sends only once all ranks have left the epoch.
         if not is_sound and not own.is_over(header.epoch):
             raise ConnectionError(
@@ -475,7 +490,7 @@ class Connection:
             answer, num_bytes = self._handshake.send(bytes(self._head))
         except StopIteration as end:
             rank, port, is_checked, clock_number = _parse_number(int(end.value))
-            if is_checked != self._own.is_checked:
+            if is_checked != self._own.protection.is_checked:
                 checking = rank if is_checked else self._own.identity[0]
                 raise AuthenticationError(
                     f"of ranks {self._own.identity[0]} and {rank} only rank {checking} sends "

@@ -28,17 +28,16 @@ import numpy.typing as npt
 
 from planaria.errors import AbortedError, AuthenticationError, PeerLostError
 from planaria.transport.connection import (
-    MESSAGE_BYTES_MAX,
     Channel,
     Connection,
     IncomingMessage,
     LinkInbox,
+    LinkProtection,
     OwnEnd,
     Tag,
     checked_header,
     header,
 )
-from planaria.transport.link_tls import LinkSecurity
 from planaria.transport.pacing import LinkCallbacks, OutgoingMessage, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
 from planaria.transport.sockets import (
@@ -65,6 +64,7 @@ Buffer = npt.NDArray[Any]
 UNLIMITED_S: Final = threading.TIMEOUT_MAX
 
 _NEVER = 1 << 62  # An epoch that no job reaches.
+_UNPROTECTED: Final = LinkProtection()
 # A wait is logged after this time, and whenever its length has doubled.
 _LOG_AFTER_S: Final = 600.0
 
@@ -75,10 +75,7 @@ class Links:
     Args:
         host: name or address of this machine that peers connect to; see `listening_socket`.
         pacing: the modelled links whose speed messages keep to; None: messages are not slowed down.
-        is_checked: whether messages have checksums; it must be the same on all ranks.
-        num_bytes_max: size of the largest message that the job sends; a link that claims to bring a
-            larger one is closed.
-        security: TLS of the links; None: they are plain. It must be the same on all ranks.
+        protection: protection against damage, absurd messages and strangers.
 
     Attributes:
         address: host and port at which peers reach this rank.
@@ -100,9 +97,7 @@ class Links:
         token: bytes,
         host: str = "127.0.0.1",
         pacing: Pacing | None = None,
-        is_checked: bool = False,
-        num_bytes_max: int = MESSAGE_BYTES_MAX,
-        security: LinkSecurity | None = None,
+        protection: LinkProtection = _UNPROTECTED,
     ) -> None:
         self.rank = rank
         self.epoch = 0
@@ -116,9 +111,7 @@ class Links:
         self._changed = threading.Condition(lock)  # Guards all that follows.
         self._inbox = LinkInbox()
         identity, memory_for = (rank, self.address[1]), self._inbox.memory_for
-        self._own = OwnEnd(
-            token, identity, memory_for, self._is_over, is_checked, num_bytes_max, security=security
-        )
+        self._own = OwnEnd(token, identity, memory_for, self._is_over, protection)
         self._peers: dict[int, Connection] = {}
         self._connecting: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
@@ -353,7 +346,7 @@ class Links:
             PeerLostError: no link to the peer is up or being made.
         """
         epoch, tag, views, _ = outgoing
-        if self._own.is_checked:
+        if self._own.protection.is_checked:
             head = checked_header(epoch, tag, views)
         else:
             head = header(epoch, tag, outgoing.num_bytes)

@@ -13,7 +13,12 @@ import pytest
 
 from helpers.linked_ranks import TIMEOUT_S, wait_until
 from planaria.checkpoint.memory.chunk_list import ChunkList
-from planaria.checkpoint.memory.interleaving import CopyPeers, Interleaving, _AverageIteration
+from planaria.checkpoint.memory.interleaving import (
+    CopyPeers,
+    Interleaving,
+    SpanUse,
+    _AverageIteration,
+)
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.errors import AbortedError
@@ -92,9 +97,7 @@ def interleaving(
         CopyPeers([1], [2], is_far=lambda peer: peer != wires.rank),
         link=LINK,
         idle={1: spans} if spans else {},
-        gamma=gamma,
-        num_iterations=iterations,
-        chunks=chunks,
+        use=SpanUse(num_iterations=iterations, gamma=gamma, chunks=chunks),
     )
 
 

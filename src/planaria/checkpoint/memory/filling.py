@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.version import Bytes
 
 _PIECE_BYTES: Final = 4 << 20  # A thread copies so many bytes at a time.
@@ -87,6 +88,7 @@ class HostCopy:
     """How the bytes of a layer get into an arena, and how long that takes.
 
     Attributes:
+        arena: memory of this node in which copies are kept.
         fill: copies the bytes of this rank's own layers.
         virtual_bytes: returns the bytes that a layer's state stands for on paced links; 0: its real
             size.
@@ -94,6 +96,7 @@ class HostCopy:
             its host's memory.
     """
 
+    arena: Arena
     fill: Fill
     virtual_bytes: Callable[[int], int]
     device_to_host: DeviceToHost

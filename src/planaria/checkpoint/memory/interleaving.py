@@ -69,16 +69,29 @@ class CopyPeers:
     is_far: Callable[[int], bool]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanUse:
+    """How idle spans are measured and used.
+
+    Attributes:
+        num_iterations: number of iterations over which measurements are averaged.
+        gamma: share of a span that is used; None: it is measured.
+        chunks: list of the chunks of a version, dealt beforehand; None: each chunk goes in the
+            first span that has room for it.
+    """
+
+    num_iterations: int
+    gamma: float | None = None
+    chunks: ChunkList | None = None
+
+
 class Interleaving:
     """The moments at which a rank's chunks may be sent, in one epoch.
 
     Args:
         link: latency and bandwidth between nodes.
         idle: predicted idle spans by target; empty: no chunk is sent before spans are measured.
-        gamma: share of a span that is used; None: it is measured.
-        num_iterations: number of iterations over which measurements are averaged.
-        chunks: list of the chunks of a version, dealt beforehand; None: each chunk goes in the
-            first span that has room for it.
+        use: manner in which spans are measured and used.
     """
 
     def __init__(
@@ -88,25 +101,23 @@ class Interleaving:
         *,
         link: Link,
         idle: Mapping[int, Sequence[IdleSpan]],
-        gamma: float | None,
-        num_iterations: int,
-        chunks: ChunkList | None = None,
+        use: SpanUse,
     ) -> None:
         self._links = links
         self._link = link
         self._spans = dict(idle)
-        self._given_gamma = gamma
-        self.gamma = gamma or PREDICTED_GAMMA
+        self._given_gamma = use.gamma
+        self.gamma = use.gamma or PREDICTED_GAMMA
         self._targets = sorted(peers.targets)
         self._sources = sorted(peers.sources)
-        self._measurement = _Measurement(num_iterations)
+        self._measurement = _Measurement(use.num_iterations)
         self._round = 0  # The number of finished measurements.
         self._early_uses: list[Use] = []  # Messages that came before their iteration began here.
         self._average: _AverageIteration | None = None
         # The busy intervals of targets' directions in, in the newest measurement.
         self._busy_into: dict[int, tuple[Interval, ...]] = {}
         self._changed = threading.Condition()  # Guards all that follows.
-        self._chunks = chunks
+        self._chunks = use.chunks
         # The iteration's start, then the ends of its forwards and backwards.
         self._done_s: list[float] = []
         self._free_s = 0.0  # The end of the time that the last chunk takes on the direction out.

@@ -10,14 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 
-from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import HostCopy
-from planaria.checkpoint.memory.landing import (
-    ChunkReceiver,
-    Landings,
-    announced_index,
-    announcement_tag,
-)
+from planaria.checkpoint.memory.landing import Landings, announced_index, announcement_tag
 from planaria.checkpoint.memory.version import Bytes, Version
 from planaria.checkpoint.memory.wire import (
     BAD,
@@ -41,31 +35,26 @@ class CopyReceiver:
 
     Args:
         layers_by_source: layers that each source sends, in the order in which it sends them.
-        chunks: sub-buffers of the device in which pieces arrive; None: they come over links.
-        on_error: takes the error of a thread that brings them to the host.
+        landings: thread that brings pieces from the device to the host; None: they come over links.
     """
 
     def __init__(
         self,
         links: Links,
-        arena: Arena,
         layers_by_source: Mapping[int, Sequence[int]],
         *,
         host_copy: HostCopy,
         on_failure: Callable[[str], None],
         timeout_s: float,
-        chunks: ChunkReceiver | None = None,
-        on_error: Callable[[Exception], None],
+        landings: Landings | None,
     ) -> None:
         self._links = links
-        self._arena = arena
+        self._arena = host_copy.arena
         self._layers_by_source = layers_by_source
         self._host_copy = host_copy
         self._on_failure = on_failure
         self._timeout_s = timeout_s
-        self._landings = None
-        if chunks is not None and layers_by_source:
-            self._landings = Landings(chunks, check_epoch=links.check_epoch, on_error=on_error)
+        self._landings = landings
         self._num_announced: Counter[int] = Counter()  # By source.
         self._complete_label: Label | None = None
 

@@ -30,9 +30,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import HostCopy
-from planaria.checkpoint.memory.landing import DevicePath, announcement, announcement_tag
+from planaria.checkpoint.memory.landing import DevicePath, Landings, announcement, announcement_tag
 from planaria.checkpoint.memory.receiver import CopyReceiver
 from planaria.checkpoint.memory.turns import FlowControl
 from planaria.checkpoint.memory.version import Bytes, Version
@@ -89,7 +88,7 @@ class Copier:
     """A rank's part in the copies of one epoch; it has two threads until `close`.
 
     Args:
-        host_copy: brings layers into the arena.
+        host_copy: brings layers into the node's memory.
         flow: size and number of the pieces that are on their way, and when each may be sent.
         on_failure: takes the reason, the first time that a version cannot be complete.
         device_path: the way of pieces that go from device to device, in as many sub-buffers as
@@ -104,7 +103,6 @@ class Copier:
     def __init__(
         self,
         links: Links,
-        arena: Arena,
         plan: CopyPlan,
         *,
         host_copy: HostCopy,
@@ -115,25 +113,29 @@ class Copier:
         self.own = plan.own
         self.complete_label = plan.complete_label
         self._links = links
-        self._arena = arena
+        self._arena = host_copy.arena
         self._plan = plan
         self._piece_bytes_max = flow.buffers.piece_bytes if flow.buffers else _UNBOUNDED
         self._num_unacknowledged_max = flow.buffers.count if flow.buffers else _UNBOUNDED
         self._turns = flow.turns
         self._virtual_bytes = host_copy.virtual_bytes
-        self._own_copies = OwnCopies(arena, host_copy)
+        self._own_copies = OwnCopies(host_copy)
         self._on_failure = on_failure
         self._timeout_s = flow.timeout_s
         self._sends = outgoing_copies(links.rank, plan.copies)
+        incoming = incoming_layers(links.rank, plan.copies)
+        landings = None
+        if device_path is not None and incoming:
+            landings = Landings(
+                device_path.receiver, check_epoch=links.check_epoch, on_error=self._end
+            )
         self._receiver = CopyReceiver(
             links,
-            arena,
-            incoming_layers(links.rank, plan.copies),
+            incoming,
             host_copy=host_copy,
             on_failure=self._fail,
             timeout_s=flow.timeout_s,
-            chunks=device_path.receiver if device_path else None,
-            on_error=self._end,
+            landings=landings,
         )
         self._chunks = device_path.sender if device_path else None
         self._num_announced: Counter[int] = Counter()  # By target.
@@ -452,8 +454,8 @@ class _VersionStart(NamedTuple):
 class OwnCopies:
     """Makes a rank's copies of its own layers; `Copier` explains the arguments."""
 
-    def __init__(self, arena: Arena, host_copy: HostCopy) -> None:
-        self._arena = arena
+    def __init__(self, host_copy: HostCopy) -> None:
+        self._arena = host_copy.arena
         self._host_copy = host_copy
 
     def copy_layer(self, layer: int, label: Label, state: State, piece_bytes: int) -> Version:

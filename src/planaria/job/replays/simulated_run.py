@@ -31,7 +31,7 @@ from planaria.planner.reroute.reroutes import PricedPlan, expected_times
 from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.policies.traits import TRAITS
 from planaria.simulator.economics.compare import is_complete
-from planaria.simulator.economics.planaria_run import PlanariaRun
+from planaria.simulator.economics.planaria_run import PlanariaRun, RepeatedRun
 from planaria.simulator.economics.planaria_system import plans_of, rules_of_setting
 from planaria.systems.system import RecoveryCosts, Setting
 
@@ -173,10 +173,12 @@ def _planaria_run(
         first_or_best,
         setting.costs,
         problem,
-        on_notice=on_notice,
-        seconds_of=lambda state, now_s: seconds.seconds(state.plan, iteration_s(state), now_s),
-        findings=findings,
-        head_lives=True,
+        replay=RepeatedRun(
+            on_notice=on_notice,
+            seconds_of=lambda state, now_s: seconds.seconds(state.plan, iteration_s(state), now_s),
+            findings=findings,
+            head_lives=True,
+        ),
     )
 
 

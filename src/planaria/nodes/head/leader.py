@@ -60,7 +60,7 @@ from planaria.errors import AuthenticationError, ConflictError, StoreError
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.head.journal import Flusher, open_store
 from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
-from planaria.nodes.head.publisher import Publisher, PublisherThread, Unfinished
+from planaria.nodes.head.publisher import MarkedRun, Publisher, PublisherThread, Unfinished
 from planaria.nodes.head.remote.open_head import take_sockets
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import ForeseenAnswers
@@ -460,10 +460,10 @@ class _Leader:
         self._publisher_error: asyncio.Future[None] = loop.create_future()
         tier = behind_gate(tier_of(checkpoint.directory), self._store_of_saves)
         parts, addresses = self._spec.parts, self._spec.addresses
+        head = HeadMark(addresses=addresses) if addresses else None
         publisher = Publisher(
             tier,
-            run=RunPlace(tier.storage, parts) if parts else None,
-            head=HeadMark(addresses=addresses) if addresses else None,
+            run=MarkedRun(RunPlace(tier.storage, parts), head) if parts else None,
             fingerprint=self._spec.fingerprint,
             keep=checkpoint.keep,
             queue=lambda event: _call(loop, lambda: self.queue(event)),

@@ -47,14 +47,26 @@ _NEXT_TRY_S: Final = 1.0
 _PATIENCE_SHARE: Final = 0.9
 
 
+@dataclass(frozen=True, slots=True)
+class MarkedRun:
+    """A run that nodes find at the place of saves when they have lost their head.
+
+    Attributes:
+        place: directory of the run.
+        head: addresses at which the head listens; None: nobody looks for it.
+    """
+
+    place: RunPlace
+    head: HeadMark | None = None
+
+
 class Publisher:
     """Publishes and discards versions of the disk tier.
 
     Args:
         fingerprint: description of the job to write into each checkpoint.
         keep: number of newest checkpoints to keep; 0: all.
-        run: directory of the run, for nodes that lose their head; None: they end with it.
-        head: addresses at which the head listens; None: nobody looks for it.
+        run: the run, as nodes that lose their head find it; None: they end with it.
         queue: sends an event to the coordinator.
         notify: sends a message to the launcher.
     """
@@ -65,16 +77,16 @@ class Publisher:
         *,
         fingerprint: Mapping[str, Any],
         keep: int,
-        run: RunPlace | None = None,
-        head: HeadMark | None = None,
+        run: MarkedRun | None = None,
         queue: Callable[[VersionEvent | SaveChecked | SaveFailed], None],
         notify: Callable[[ToLauncher], None],
     ) -> None:
         self._tier = tier
         self._fingerprint = fingerprint
         self._keep = keep
-        self._run, self._head = run, head
-        self._run_name = "" if run is None else run.name
+        self._run = None if run is None else run.place
+        self._head = None if run is None else run.head
+        self._run_name = "" if run is None else run.place.name
         self._queue = queue
         self._notify = notify
 

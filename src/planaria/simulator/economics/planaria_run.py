@@ -14,10 +14,10 @@ Not modelled: nodes that hang, workers that crash, and coordinators that fail be
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from math import floor, inf
-from typing import Final
 
 from planaria.coordinator.commands import (
     AnswersFound,
@@ -78,9 +78,24 @@ from planaria.systems.account import Account
 from planaria.systems.system import RecoveryCosts
 
 PlanOf = Callable[[int], PricedPlan | None]
-OnNotice = Callable[[ToLauncher, float], None]
-SecondsOf = Callable[[JobState, float], float]
-_NO_FINDINGS: Final = Findings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedRun:
+    """A run that a simulated one repeats, as far as it is known.
+
+    Attributes:
+        on_notice: callback for what the coordinator tells its launcher, with the time.
+        seconds_of: function from the state of the coordinator and the time to the seconds that an
+            iteration takes; by default they are those that it predicts.
+        findings: deviations from the profile that the coordinator knows from the start.
+        head_lives: whether the coordinator survives the loss of all nodes; else the job ends.
+    """
+
+    on_notice: Callable[[ToLauncher, float], None] = lambda _message, _now_s: None
+    seconds_of: Callable[[JobState, float], float] = lambda state, _now_s: iteration_s(state)
+    findings: Findings = field(default_factory=Findings)
+    head_lives: bool = False
 
 
 class PlanariaRun:
@@ -91,12 +106,8 @@ class PlanariaRun:
         plan_of: function from a number of nodes to the plan of a job that begins on them; None if
             they are too few.
         problem: planning problem of the job.
-        on_notice: callback for what the coordinator tells its launcher, with the time.
-        seconds_of: function from the state of the coordinator and the time to the seconds that an
-            iteration takes; by default they are those that it predicts.
-        findings: deviations from the profile that the coordinator knows from the start.
         absent: machines that are not there at the start.
-        head_lives: whether the coordinator survives the loss of all nodes; else the job ends.
+        replay: the run that this one repeats; None: it repeats none.
 
     Attributes:
         account: seconds and samples so far.
@@ -111,13 +122,10 @@ class PlanariaRun:
         costs: RecoveryCosts,
         problem: Problem,
         *,
-        on_notice: OnNotice = lambda _message, _now_s: None,
-        seconds_of: SecondsOf = lambda state, _now_s: iteration_s(state),
-        findings: Findings = _NO_FINDINGS,
         absent: Collection[int] = (),
-        head_lives: bool = False,
+        replay: RepeatedRun | None = None,
     ) -> None:
-        self._tell_launcher, self._seconds_of, self._findings = on_notice, seconds_of, findings
+        self._replay, self._per_node = replay or RepeatedRun(), rules.job.cluster.devices_per_node
         self.account = Account(rules.job.training.global_batch_size)
         self.num_decisions: dict[str, int] = {}
         self._rules, self._plan_of, self._costs, self._problem = rules, plan_of, costs, problem
@@ -125,9 +133,7 @@ class PlanariaRun:
         self._num_posted = 0
         num_machines = rules.job.cluster.nodes + rules.job.cluster.standby
         self.machines = VirtualMachines(m for m in range(num_machines) if m not in absent)
-        self._speeds: dict[int, float] = {}  # Of the machines that are slow.
         self._num_reported = 0  # Iterations that are still to be reported one by one.
-        self._per_node, self._head_lives = rules.job.cluster.devices_per_node, head_lives
         self._nodes = VirtualNodes(rules.layout, devices_per_node=self._per_node)
         self._state: JobState
         self._saves = VirtualSaves(rules, costs)
@@ -152,7 +158,7 @@ class PlanariaRun:
             self._nodes.add(machine)
         first = replace(plan.plan, epoch=epoch)
         self._state, commands = first_step(rules, first, term=1, predicted_s=plan.iteration_s)
-        learning = replace(self._state.learning, findings=self._findings)
+        learning = replace(self._state.learning, findings=self._replay.findings)
         self._state = replace(self._state, learning=learning)
         self._carry_out(commands, now_s)
         nodes = tuple(self._nodes.nodes)
@@ -173,12 +179,11 @@ class PlanariaRun:
         is_restarting = self._is_restarting and not self.machines.started.isdisjoint(nodes)
         for machine in nodes:
             self.machines.lose(machine)
-            self._speeds.pop(machine, None)
             self._nodes.remove_machine(machine)
         if not self._has_ended and any(self._state.is_member(node) for node in lost):
             self._interrupt(now_s)
         # A start begins once more; without any node there is no job.
-        if is_restarting if self._has_ended else not (self._nodes.nodes or self._head_lives):
+        if is_restarting if self._has_ended else not (self._nodes.nodes or self._replay.head_lives):
             self._end(now_s)
         if self._has_ended:
             return
@@ -208,10 +213,9 @@ class PlanariaRun:
     def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
         """Nodes go on at other speeds; see `SystemRun`."""
         self.run_until(now_s)
-        self._speeds |= speeds
-        self._speeds = {node: speed for node, speed in self._speeds.items() if speed != 1.0}
+        self.machines.set_speeds(speeds)
         # With a catalog these seconds, which no processors share, would correct the profile too.
-        if self._speeds and self._rules.profile is None and self._rules.catalog is None:
+        if self.machines.speeds and self._rules.profile is None and self._rules.catalog is None:
             self._rules = replace(self._rules, profile=self._problem.profile)
         self._num_reported = WINDOW + 1  # The one in flight has two speeds.
         if self._is_training:
@@ -356,24 +360,19 @@ class PlanariaRun:
 
     def _computing_s(self) -> dict[int, float]:
         """The seconds that each rank computes in an iteration; empty if no node is or was slow."""
-        plan, profile = self._state.plan, self._rules.profile
-        if profile is None or not (self._speeds or self._state.speeds):
+        plan, profile, per_node = self._state.plan, self._rules.profile, self._per_node
+        if profile is None or not (self.machines.speeds or self._state.speeds):
             return {}
-        per_node, slow = self._per_node, self._slow_nodes()
+        slow = self._nodes.slow_members(plan, self.machines.speeds)
         return {
             r: s / slow.get(r // per_node, 1.0) for r, s in work_s_by_rank(plan, profile).items()
         }
 
-    def _slow_nodes(self) -> dict[int, float]:
-        """The speed of each node of the plan that is slow now."""
-        nodes = ((self._nodes.node_on(machine), speed) for machine, speed in self._speeds.items())
-        members = set(self._state.plan.nodes) if self._speeds else set()
-        return {node: speed for node, speed in nodes if node in members}
-
     def _plan_s(self) -> float:
         """The seconds of an iteration of the plan, its nodes as fast as they are now."""
-        plan, slow = self._state.plan, self._slow_nodes()
-        plan_s = self._seconds_of(self._state, self.account.now_s)
+        plan = self._state.plan
+        slow = self._nodes.slow_members(plan, self.machines.speeds)
+        plan_s = self._replay.seconds_of(self._state, self.account.now_s)
         if slow == plan.slow_nodes:
             return plan_s
         slower = with_kinds(plan, {n: NodeKind(s) for n, s in slow.items()})
@@ -410,7 +409,7 @@ class PlanariaRun:
     def _begin_iterations(self, now_s: float) -> None:
         """Begins the first iteration of an epoch, in which silent ranks get their layers."""
         self._measure_iteration()
-        if self._speeds or self._state.speeds:
+        if self.machines.speeds or self._state.speeds:
             self._num_reported = WINDOW + 1  # The first one of an epoch does not count.
         self._look_ahead(now_s)
         wave_s = 0.0
@@ -523,7 +522,7 @@ class PlanariaRun:
         self._post(at_s, begin)
 
     def _on_notice(self, message: ToLauncher, now_s: float) -> None:
-        self._tell_launcher(message, now_s)
+        self._replay.on_notice(message, now_s)
         match message:
             case Recovering():
                 if self._is_training:

@@ -40,11 +40,13 @@ class VirtualMachines:
     Attributes:
         started: machines that can.
         starting: time at which each other one can, and the number of its return.
+        speeds: speeds of those that are slow; 0.5: half as fast as the profile says.
     """
 
     def __init__(self, machines: Iterable[int]) -> None:
         self.started = set(machines)
         self.starting: dict[int, tuple[float, int]] = {}
+        self.speeds: dict[int, float] = {}
         self._num_returns = 0
 
     @property
@@ -54,6 +56,7 @@ class VirtualMachines:
 
     def lose(self, machine: int) -> None:
         """A machine is gone."""
+        self.speeds.pop(machine, None)
         if machine in self.started:
             self.started.remove(machine)
         else:
@@ -64,6 +67,11 @@ class VirtualMachines:
         self._num_returns += 1
         self.starting[machine] = (starts_at_s, self._num_returns)
         return self._num_returns
+
+    def set_speeds(self, speeds: Mapping[int, float]) -> None:
+        """Machines go on at other speeds; 1.0: as fast as the profile says."""
+        self.speeds.update(speeds)
+        self.speeds = {machine: speed for machine, speed in self.speeds.items() if speed != 1.0}
 
     def start(self, machine: int, number: int) -> bool:
         """A machine has started, unless it is gone since that return; whether it has."""
@@ -159,6 +167,16 @@ class VirtualNodes:
         """Those of these ranks whose nodes live."""
         live, per_node = self._machine_of, self._per_node
         return [rank for rank in ranks if rank // per_node in live]
+
+    def slow_members(self, plan: Plan, speeds: Mapping[int, float]) -> dict[int, float]:
+        """The speed of each node of a plan that is slow.
+
+        Args:
+            speeds: speeds of the machines that are slow.
+        """
+        nodes = ((self.node_on(machine), speed) for machine, speed in speeds.items())
+        members = set(plan.nodes) if speeds else set()
+        return {node: speed for node, speed in nodes if node in members}
 
     def hold(self, plan: Plan, *, since: int) -> None:
         """Has each rank hold what a plan gives it, all built on the state of epoch `since`."""

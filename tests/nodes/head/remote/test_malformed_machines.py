@@ -15,6 +15,7 @@ from planaria.core.job import CheckpointConfig, JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
     FromMachine,
+    JobOffered,
     MachineArrived,
     MachineFacts,
     MachineReady,
@@ -39,9 +40,8 @@ async def test_machines_that_break_the_protocol_are_cut_off_and_others_are_taken
     (tmp_path / ".planaria-mark-mark").mkdir()
     (tmp_path / ".planaria-mark-mark" / "answer").write_text("answer")
     checks = MachineChecks(job, "mark", cache_directory=str(tmp_path), note=lambda _: None)
-    machines = Machines(
-        job, CREDENTIALS, run="run", sources=(), num_max=9, checks=checks, note=lambda _: None
-    )
+    offer = JobOffered(run="run", job=job, mark="mark")
+    machines = Machines(offer, CREDENTIALS, num_max=9, checks=checks, note=lambda _: None)
     listeners, address = listen("127.0.0.1:0")
     acceptor = Acceptor(listeners, {Purpose.MACHINE: machines.accept})
     acceptor.start()

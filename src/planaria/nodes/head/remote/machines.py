@@ -42,7 +42,6 @@ from planaria.core.machine_messages import (
     NodeDropped,
     NodeEnded,
     NodeRequested,
-    SourceFile,
     ToMachine,
 )
 from planaria.core.plan import Link
@@ -98,11 +97,9 @@ class Machines:
 
     def __init__(
         self,
-        job: JobConfig,
+        offer: JobOffered,
         credentials: Credentials,
         *,
-        run: str,
-        sources: Sequence[SourceFile],
         num_max: int,
         checks: MachineChecks,
         note: Callable[[str], None],
@@ -113,10 +110,10 @@ class Machines:
         self.on_injected: Callable[[int], None] = lambda _: None
         self.node_log: NodeLog | None = None
         self._offer_frames = OfferFrames()
-        self._offer = JobOffered(run=run, job=job, mark=checks.mark, sources=tuple(sources))
+        self._offer = offer
         self.kinds = KindSpeeds(note)
         self.checks = checks
-        self._missing_s = arrival_s(job.cluster.lease_s)
+        self._missing_s = arrival_s(offer.job.cluster.lease_s)
         self.handshakes = Handshakes(credentials)
         self._refusals = RefusalLog(logger)
         self._num_max = num_max
