@@ -1,14 +1,21 @@
-"""A machine that is told to leave while no head has taken it."""
+"""A machine that is told to leave, while no head has taken it or in one of its jobs."""
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from helpers.command import wait_for
+from helpers.heads import runs
+from helpers.offered_machines import offered_machine
+from helpers.tasks import wait_until
+from planaria.core.job import ClusterConfig, JobConfig
+from planaria.core.machine_messages import JobOver, MachineReady
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.machine import EXIT_LEFT, run_machine
 from planaria.nodes.machine_spec import MachineSpec
@@ -70,3 +77,43 @@ def test_a_notice_ends_a_machine_without_a_node(credentials: Credentials, tmp_pa
     path = tmp_path / "leave"
 
     assert exit_code(credentials, notice=str(path), act=path.touch) == EXIT_LEFT
+
+
+def _num_watches() -> int:
+    return sum(thread.name == "notices" for thread in threading.enumerate())
+
+
+@runs
+async def test_a_machine_that_stays_heeds_the_notices_of_its_present_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It polled the source of its first job for good, and no other; without a node, as a spare, it
+    heard nothing of its second job's."""
+    before = _num_watches()
+    job = JobConfig(cluster=ClusterConfig(patience_s=60.0, notice=str(tmp_path / "first")))
+    async with offered_machine(tmp_path, monkeypatch, job=job, stays=True) as (made, running):
+        line = await made.join()
+        line.tell(JobOver(is_done=True, text="the job is finished"))
+        line = await made.head.next_line()
+        cluster = replace(job.cluster, notice=str(tmp_path / "second"))
+        offer = made.offer("another run")
+        line.tell(msgspec.structs.replace(offer, job=replace(offer.job, cluster=cluster)))
+        await line.wait(MachineReady)
+        await wait_until(lambda: _num_watches() == before + 1)
+        (tmp_path / "second").touch()
+
+        assert await running == EXIT_LEFT
+    await wait_until(lambda: _num_watches() == before)
+
+
+@runs
+async def test_a_machine_that_has_ended_polls_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of machines that had ended read their files for as long as the process lived."""
+    before = _num_watches()
+    job = JobConfig(cluster=ClusterConfig(patience_s=60.0, notice=str(tmp_path / "leave")))
+    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, _):
+        await made.join()
+        assert _num_watches() == before + 1
+    await wait_until(lambda: _num_watches() == before)

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -69,7 +68,7 @@ from planaria.nodes.known_heads import KnownHeads, connection_problem, look_by_t
 from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack_sources
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.machine_spec import MachineSpec
-from planaria.nodes.notices import parse_notice_source, wait_notice
+from planaria.nodes.notices import NoticeWatch
 from planaria.nodes.part_reports import STATUS_SAVED
 from planaria.transport.acceptor import Purpose
 from planaria.transport.frames import FrameDecoder, frame, message_of
@@ -135,7 +134,8 @@ class _Machine:
         # Model and modules of the user that the fork server has imported; None: there is no server.
         self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
         self._leave_code: int | None = None  # The exit code once its node, the last one, has left.
-        self._is_leaving = self._is_watching = False  # Watching: a source of notices is polled.
+        self._notices: NoticeWatch | None = None
+        self._is_leaving = False
         self._is_interrupted = False  # By its user, who may do so once more.
         self._has_been_taken = self._has_saved = False  # Saved: by its last node, by itself.
 
@@ -161,6 +161,7 @@ class _Machine:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._watch_notices("")
                 await self._close_connection()
                 await self._node.close()
                 await self._files.close()
@@ -381,7 +382,7 @@ class _Machine:
                 f"took the job {offer.job.name!r} of {address_text(self._head)}; others reach this "
                 f"machine at {self._host}"
             )
-            self._watch_notices(offer.job.cluster.notice)
+            self._watch_notices(self._spec.notice or offer.job.cluster.notice)
         self._has_been_taken = True
         ready = MachineReady(run=offer.run)
         if self._node.number < 0:  # Else the head has compared it before it got the node.
@@ -572,23 +573,18 @@ class _Machine:
         return True
 
     def _watch_notices(self, text: str) -> None:
-        """Begins to poll a source of notices, unless there is none or one is polled already.
+        """Polls this source of notices from now on, not another one; "": none.
 
         The node polls it, too: it tells the coordinator how much time is left. A source of which
         each node has its own is polled by the nodes alone.
         """
-        if not text or "{node}" in text or self._is_watching:
+        if self._notices is not None and self._notices.text != text:
+            self._notices.close()
+            self._notices = None
+        if not text or "{node}" in text or self._notices is not None:
             return
-        self._is_watching = True
-        source, loop = parse_notice_source(text), asyncio.get_running_loop()
-
-        def wait() -> None:
-            wait_notice(source, pause_s=source.pause_s)
-            with contextlib.suppress(RuntimeError):  # The loop has ended.
-                loop.call_soon_threadsafe(self._begin_leaving, EXIT_LEFT)
-
         try:
-            threading.Thread(target=wait, name="notices", daemon=True).start()
+            self._notices = NoticeWatch(text, partial(self._begin_leaving, EXIT_LEFT))
         except RuntimeError as error:
             self._on_failure(f"no thread can be started: {error}")
 

@@ -20,15 +20,18 @@ Source: "Spot Instance interruption notices" and "Use the Instance Metadata Serv
 scontrol(1), "drain".
 """
 
+import asyncio
 import contextlib
 import http.client
 import logging
+import math
 import os
 import re
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
@@ -121,13 +124,18 @@ def check_notice_source(text: str, *, field: str = "--notice") -> None:
         raise ConfigError(field, text, remedy)
 
 
-def wait_notice(source: NoticeSource, *, pause_s: float) -> float:
+def wait_notice(
+    source: NoticeSource, *, pause_s: float, is_over: threading.Event | None = None
+) -> float:
     """Polls a source until it has a notice; returns the seconds until the machine is gone.
 
     The first error of the source is logged; it may pass.
+
+    Args:
+        is_over: event that ends the polling; infinity is returned then.
     """
-    has_failed = False
-    while True:
+    has_failed, is_over = False, is_over or threading.Event()
+    while not is_over.is_set():
         try:
             after_s = source.read()
         except (OSError, ValueError) as error:
@@ -137,7 +145,41 @@ def wait_notice(source: NoticeSource, *, pause_s: float) -> float:
         else:
             if after_s is not None:
                 return after_s
-        time.sleep(pause_s)
+        is_over.wait(pause_s)
+    return math.inf
+
+
+class NoticeWatch:
+    """Polls a source of notices in a thread, until it has one or the watch is closed.
+
+    Args:
+        on_notice: callback, called in the event loop that runs when the watch is made.
+
+    Attributes:
+        text: source, as `parse_notice_source` takes it.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, text: str, on_notice: Callable[[], object]) -> None:
+        self.text = text
+        self._source, self._on_notice = parse_notice_source(text), on_notice
+        self._loop, self._is_over = asyncio.get_running_loop(), threading.Event()
+        threading.Thread(target=self._watch, name="notices", daemon=True).start()
+
+    def _watch(self) -> None:
+        wait_notice(self._source, pause_s=self._source.pause_s, is_over=self._is_over)
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(self._call)
+
+    def _call(self) -> None:
+        if not self._is_over.is_set():
+            self._on_notice()
+
+    def close(self) -> None:
+        """Ends the watch; a read that is under way is not waited for."""
+        self._is_over.set()
 
 
 def fork_watcher(source: NoticeSource) -> tuple[int, socket.socket]:
