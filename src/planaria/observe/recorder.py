@@ -84,12 +84,13 @@ class _IterationInFlight:
         """The iteration after this one, which was in flight if this one is committed."""
         return replace(self, began_s=min(self.began_s + iteration_s, self.noticed_s))
 
-    def seconds(self, iteration_s: float) -> tuple[float, float]:
+    def seconds(self, iteration_s: float, unled: tuple[float, float]) -> tuple[float, float]:
         """Wasted seconds of the iteration: (while the ledger counts training, after that).
 
         They last from its start to the loss. If a node is lost before the others begin the
         iteration, they compute it until the loss is noticed or, if they begin even later, until
-        they leave the epoch, but no longer than an iteration takes.
+        they leave the epoch, but no longer than an iteration takes. The time without a coordinator,
+        from one of `unled` to the other, is left out.
         """
         if not self.is_redone or self.began_s == inf:
             return 0.0, 0.0
@@ -98,7 +99,9 @@ class _IterationInFlight:
             later_s = self.noticed_s if self.noticed_s > self.began_s else self.answered_s
             until_s = min(max(later_s, self.began_s), self.began_s + iteration_s)
         training_s = max(0.0, min(until_s, self.training_until_s) - self.began_s)
-        return training_s, until_s - self.began_s - training_s
+        from_s = self.began_s + training_s
+        without_s = max(0.0, min(until_s, unled[1]) - max(from_s, unled[0]))
+        return training_s, until_s - from_s - without_s
 
 
 class Recorder:
@@ -564,9 +567,9 @@ class Recorder:
 
     def _book_wasted(self) -> None:
         """Moves the wasted seconds of the iteration in flight to REDO."""
-        training_s, leaving_s = self._in_flight.seconds(self._iteration_s)
-        self._move(training_s, Category.USEFUL, Category.REDO)
-        self._move(leaving_s, Category.DETECT, Category.REDO)
+        wasted_s = self._in_flight.seconds(self._iteration_s, self._coordinator_loss[1:])
+        for seconds, category in zip(wasted_s, (Category.USEFUL, Category.DETECT), strict=True):
+            self._move(seconds, category, Category.REDO)
         self._in_flight = _IterationInFlight()  # A later loss must not count it again.
 
 
