@@ -241,6 +241,15 @@ def test_own_layers_that_would_learn_to_copy_are_told_before_training(
         assert "each target" not in "\n".join(preparation(job, tmp_path).notes)
 
 
+def test_layers_that_would_never_learn_are_refused(tmp_path: Path) -> None:
+    """A layer that detaches its output trained in silence, as did those before it."""
+    with pytest.raises(ConfigError, match=r"layer 1\._Detached.*parameters of 0.*, 1.*") as caught:
+        _profile("detaches", tmp_path)
+
+    assert caught.value.field == "model.target"
+    assert len(_profile("detaches_what_is_frozen", tmp_path).layers) == 3
+
+
 TWO_ARGUMENTS = """\
 layer 4._TwoArguments got (float32 [2, 24], float32 [2, 24]); a layer gets one argument: what the \
 layer before it returned; a tuple is not unpacked

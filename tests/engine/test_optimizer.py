@@ -1,5 +1,6 @@
 """Optimizers by name, their state as named tensors, and the learning rate."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -252,6 +253,13 @@ def test_wrong_optimizers_are_refused_by_key(
         optimizer_factory(training(settings_))
 
     assert caught.value.field == field
+
+
+def test_numbers_with_which_no_step_can_be_taken_are_refused() -> None:
+    """They are no numbers of single precision; the profile's first step ended in a traceback."""
+    beyond = replace(training({"name": "AdamW"}), learning_rate=1e300)
+    with pytest.raises(ConfigError, match=r"learning rate 1e\+300: .*overflow"):
+        optimizer_factory(beyond)
 
 
 def test_parameters_that_a_class_refuses_are_the_users_mistake() -> None:

@@ -216,6 +216,25 @@ def with_loss_of_attribute() -> tuple[nn.Sequential, object]:
     return _around(nn.Tanh()), _loss_of_attribute
 
 
+class _Detached(nn.Linear):
+    """A layer from which no gradient comes back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+def detaches() -> nn.Sequential:
+    """Its first two layers would never learn; `helpers.mistaken_models:detaches`."""
+    return nn.Sequential(nn.Linear(8, WIDTH), _Detached(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
+
+
+def detaches_what_is_frozen() -> nn.Sequential:
+    """The same, but those are not to learn."""
+    model = detaches()
+    model[:2].requires_grad_(False)
+    return model
+
+
 class _TwoTensors(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.exp()

@@ -316,7 +316,23 @@ def _user_dataset(
             remedy = f"it returned an object of type {type(items).__name__}, which has no {method}"
             raise ConfigError("data.target", target, remedy)
     may_pad = not counts_padding(model)
-    return UserDataset(items, target, objective, collate, len(items), may_pad)
+    return UserDataset(items, target, objective, collate, _num_items(items, target), may_pad)
+
+
+def _num_items(items: Any, target: str) -> int:
+    """The length of the user's object; what its `__len__` raises passes through.
+
+    Raises:
+        ConfigError: its `__len__` returns what is no length.
+    """
+    try:
+        return len(items)
+    except (OverflowError, TypeError, ValueError) as error:
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:
+            raise
+        remedy = f"the __len__ of the {type(items).__name__} that it returned gives none: {error}"
+        raise ConfigError("data.target", target, remedy) from error
 
 
 def _seed_generators(seed: int) -> None:

@@ -63,7 +63,13 @@ def optimizer_factory(training: TrainingConfig) -> OptimizerFactory:
     settings["lr"] = float(training.learning_rate)
     factory = partial(_optimizer, optimizer_class, settings, training)
     # This finds wrong values once, before every worker would.
-    factory([("trial", nn.Parameter(torch.zeros(1, 1)))])
+    parameter = nn.Parameter(torch.zeros(1, 1))
+    optimizer = factory([("trial", parameter)])
+    parameter.grad = torch.ones(1, 1)
+    try:
+        take_step(optimizer, float(training.learning_rate))
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise _refusal(training, error) from error
     return factory
 
 
@@ -215,11 +221,12 @@ def _optimizer(
     try:
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "training.optimizer",
-            dict(training.optimizer),
-            f"torch refuses it with learning rate {training.learning_rate}: {error}",
-        ) from error
+        raise _refusal(training, error) from error
+
+
+def _refusal(training: TrainingConfig, error: Exception) -> ConfigError:
+    remedy = f"torch refuses it with learning rate {training.learning_rate}: {error}"
+    return ConfigError("training.optimizer", dict(training.optimizer), remedy)
 
 
 def _state_value(key: str, value: Tensor, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:

@@ -46,7 +46,7 @@ from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.recompute import forward_that_keeps, refuse_changed_results, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
-from planaria.models.first_microbatch import examine_loss, first_output
+from planaria.models.first_microbatch import examine_loss, first_output, refuse_no_gradient
 from planaria.models.layers import (
     SplitModel,
     buffer_values,
@@ -257,6 +257,8 @@ def _examined_output(
     name, module = model.layer_names[held.layer], held.module
     before = buffer_values(module)
     output = first_output(module, _leaf(hidden), name=name)
+    if job.model.kind == "python":
+        refuse_no_gradient(model, held.layer, output)
     if held.layer == model.num_layers - 1 and job.model.kind == "python":
         with keep_generators():
             examine_loss(model, output, targets, num_samples=job.training.microbatch_size)

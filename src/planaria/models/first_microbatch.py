@@ -50,6 +50,26 @@ def first_output(module: nn.Module, hidden: Tensor, *, name: str) -> Tensor:
     return output
 
 
+def refuse_no_gradient(model: SplitModel, layer: int, output: Tensor) -> None:
+    """Refuses a layer whose output depends on nothing that is trained, though something should be.
+
+    Args:
+        output: the layer's output for the first microbatch, with its graph; may be packed.
+
+    Raises:
+        ConfigError: the layer, or one before it, has parameters to train, which would never change.
+    """
+    trained = [n for n in range(layer + 1) if model.parameter_shapes(n)]
+    if output.requires_grad or not trained:
+        return
+    names = ", ".join(model.layer_names[n] for n in trained)
+    remedy = (
+        f"its output has no gradient, so the parameters of {names} would never change; leave out "
+        "detach() and torch.no_grad(), or freeze those parameters with requires_grad_(False)"
+    )
+    raise ConfigError("model.target", f"layer {model.layer_names[layer]}", remedy)
+
+
 def _lacks_arguments(error: Exception, module: nn.Module) -> bool:
     """Whether the exception says that the user's forward needs more arguments than one."""
     forwards = [getattr(type(part), "forward", None) for part in module.children()]
