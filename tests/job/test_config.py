@@ -198,6 +198,13 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
         ({"training": {"learning_rate": "1e-3"}}, "training.learning_rate", "must be a number"),
         ({"training": {"learning_rate": 0.0}}, "training.learning_rate", "must be more than 0"),
         ({"training": {"learning_rate": 1e999}}, "training.learning_rate", "finite"),
+        ({"model": {"config": {"dropout": float("nan")}}}, "model.config.dropout", "finite"),
+        (
+            {"model": {"config": {"rope": {"factors": [1.0, float("inf")]}}}},
+            "model.config.rope.factors[1]",
+            "finite",
+        ),
+        ({"training": {"optimizer": {"eps": 10**30}}}, "training.optimizer.eps", "64 bits"),
         ({"training": {"gradient_clip": -1.0}}, "training.gradient_clip", "must be at least 0"),
         ({"training": {"seed": 2**63}}, "training.seed", "must fit in 64 bits"),
         ({"training": {"dtype": "bf16"}}, "training.dtype", "did you mean bfloat16?"),

@@ -267,12 +267,22 @@ def _value(record_field: "Field[Any]", value: Any, *, hint: Any, name: str) -> A
         checked = TypeAdapter(hint).validate_python(given, strict=True)
     except ValidationError as error:
         raise ConfigError(name, value, _remedy(error, value, hint=hint)) from None
-    if isinstance(checked, float) and not math.isfinite(checked):
-        raise ConfigError(name, value, "must be a finite number")
-    # Messages carry 64-bit integers.
-    if isinstance(checked, int) and abs(checked) >= 2**63:
-        raise ConfigError(name, value, "must fit in 64 bits")
+    _check_numbers(checked, name=name)
     return {**_default(record_field), **checked} if isinstance(checked, Mapping) else checked
+
+
+def _check_numbers(value: Any, *, name: str) -> None:
+    """Refuses numbers that no message can carry, in tables and lists, too."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(name, value, "must be a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(name, value, "must fit in 64 bits")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_numbers(inner, name=f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_numbers(inner, name=f"{name}[{index}]")
 
 
 def _as_tuples(value: Any) -> Any:
