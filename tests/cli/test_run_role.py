@@ -160,6 +160,11 @@ def test_a_rank_decides_whatever_the_address_is() -> None:
         "this machine is the head and an agent: rank 0 (--node-rank); "
         "2 machines (--nnodes) at 127.0.0.1:29500 (--rdzv-endpoint)"
     )
+    assert behind_a_service.why.endswith(
+        "service is no address of this machine, so agents find the head only if their connections "
+        "to it are passed on to here"
+    )
+    assert "no address" not in role({**PYTORCHJOB, "PET_NODE_RANK": "0"}).why
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,14 @@ def run_role(
         max_nodes=max_nodes if is_head else 0,
         devices_per_node=_devices(environment, flags),
     )
-    return replace(role, why=_why(role, machines=machines, rank=rank, place=place, host=host))
+    why = _why(role, machines=machines, rank=rank, place=place, host=host)
+    # Other ranks come from schedulers, whose machines may not have learned their own names yet.
+    if is_head and place and rank.name == "--node-rank" and not is_here(host):
+        why += (
+            f"; {host} is no address of this machine, so agents find the head only if their "
+            "connections to it are passed on to here"
+        )
+    return replace(role, why=why)
 
 
 # -- the facts ------------------------------------------------------------------------------------
