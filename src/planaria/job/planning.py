@@ -442,8 +442,13 @@ def _beside_chunks(config: JobConfig, profile: ModelProfile) -> ModelProfile:
 
 
 @contextmanager
-def worded_for_job(config: JobConfig) -> Iterator[None]:
-    """Turns what the planner refuses into mistakes of a job file.
+def worded_for_job(
+    config: JobConfig, *, key_of: Callable[[str], str] = lambda key: key
+) -> Iterator[None]:
+    """Turns what the planner refuses into mistakes of a job file, or of a file that has a job.
+
+    Args:
+        key_of: function from a key of a job to the same key of the file.
 
     Raises:
         ConfigError: there is no plan.
@@ -453,7 +458,7 @@ def worded_for_job(config: JobConfig) -> Iterator[None]:
     def setting(limit: Limit, value: int) -> tuple[str, int]:
         if limit is Limit.DEVICE_MEMORY:
             value += config.chunk_buffers_bytes
-        return _KEYS[limit], value * size if limit is Limit.MICROBATCHES else value
+        return key_of(_KEYS[limit]), value * size if limit is Limit.MICROBATCHES else value
 
     def text(way: FeasibleValue) -> str:
         key, value = setting(way.limit, way.value)

@@ -208,8 +208,12 @@ def _worded_for_scenario() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        field = error.field and _SAID_BY.get(error.field, f"job.{error.field}")
-        raise ConfigError(field, error.value, error.remedy) from None
+        raise ConfigError(error.field and _key_of(error.field), error.value, error.remedy) from None
+
+
+def _key_of(key: str) -> str:
+    """The key of a scenario that says what this key of a job says."""
+    return _SAID_BY.get(key, f"job.{key}")
 
 
 def _setting(
@@ -246,7 +250,7 @@ def _setting(
         profile = given_profile(job)
     assert profile is not None
     profile = scaled_profile(profile, costs.profile_factor)
-    with _worded_for_scenario(), worded_for_job(job):
+    with worded_for_job(job, key_of=_key_of), _worded_for_scenario():
         problem = problem_of(job, profile, processors=0)
         check_size(problem, cluster.nodes)
         templates = pipeline_templates(problem, cluster.nodes)
