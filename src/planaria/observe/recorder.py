@@ -84,24 +84,25 @@ class _IterationInFlight:
         """The iteration after this one, which was in flight if this one is committed."""
         return replace(self, began_s=min(self.began_s + iteration_s, self.noticed_s))
 
-    def seconds(self, iteration_s: float, unled: tuple[float, float]) -> tuple[float, float]:
-        """Wasted seconds of the iteration: (while the ledger counts training, after that).
+    def seconds(self, iteration_s: float, unled: tuple[float, float]) -> dict[Category, float]:
+        """Wasted seconds of the iteration, by the category as which they are booked.
 
         They last from its start to the loss. If a node is lost before the others begin the
         iteration, they compute it until the loss is noticed or, if they begin even later, until
-        they leave the epoch, but no longer than an iteration takes. The time without a coordinator,
-        from one of `unled` to the other, is left out.
+        they leave the epoch, but no longer than an iteration takes. That there is no coordinator,
+        from one of `unled` to the other, is booked as a restart.
         """
         if not self.is_redone or self.began_s == inf:
-            return 0.0, 0.0
+            return {}
         until_s = self.lost_s
         if until_s <= self.began_s:
             later_s = self.noticed_s if self.noticed_s > self.began_s else self.answered_s
             until_s = min(max(later_s, self.began_s), self.began_s + iteration_s)
         training_s = max(0.0, min(until_s, self.training_until_s) - self.began_s)
         from_s = self.began_s + training_s
-        without_s = max(0.0, min(until_s, unled[1]) - max(from_s, unled[0]))
-        return training_s, until_s - from_s - without_s
+        unled_s = max(0.0, min(until_s, unled[1]) - max(from_s, unled[0]))
+        left_s = max(0.0, until_s - from_s - unled_s)
+        return {Category.USEFUL: training_s, Category.DETECT: left_s, Category.RESTART: unled_s}
 
 
 class Recorder:
@@ -406,10 +407,8 @@ class Recorder:
             return None
         if inputs.plan is not None:
             self._shared_plan(inputs.plan)
-        cluster = replace(
-            inputs.cluster,
-            nodes=tuple(self._nodes.setdefault(node, node) for node in inputs.cluster.nodes),
-        )
+        nodes = tuple(self._nodes.setdefault(node, node) for node in inputs.cluster.nodes)
+        cluster = replace(inputs.cluster, nodes=nodes)
         return msgspec.structs.replace(inputs, cluster=cluster, plan=None)
 
     def _shared_plan(self, plan: Plan) -> Plan:
@@ -567,8 +566,8 @@ class Recorder:
 
     def _book_wasted(self) -> None:
         """Moves the wasted seconds of the iteration in flight to REDO."""
-        wasted_s = self._in_flight.seconds(self._iteration_s, self._coordinator_loss[1:])
-        for seconds, category in zip(wasted_s, (Category.USEFUL, Category.DETECT), strict=True):
+        wasted = self._in_flight.seconds(self._iteration_s, self._coordinator_loss[1:])
+        for category, seconds in wasted.items():
             self._move(seconds, category, Category.REDO)
         self._in_flight = _IterationInFlight()  # A later loss must not count it again.
 
