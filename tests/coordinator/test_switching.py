@@ -6,7 +6,7 @@ import pytest
 
 from helpers.jobs import shaped_plan
 from helpers.losses import even_template
-from planaria.coordinator.switching import followed_answers, waves_of, weighed_changes
+from planaria.coordinator.switching import KnownWaves, followed_answers, weighed_changes
 from planaria.core.plan import Link, Pipeline, Transfer, Transition, plain_plan
 from planaria.policies.policy import Prices
 from planaria.policies.value import Outlook, expected_samples_per_s
@@ -30,9 +30,8 @@ CHANGE = replace(SWITCH, rounds=((Transfer(0, 0, 1, 100),), (Transfer(1, 0, 1, 4
 
 def weighed(*changes: Transition) -> tuple[Transition, ...]:
     """Of the changes, with a quarter of a second for each switch."""
-    return weighed_changes(
-        changes, iteration_s=2.0, leaving=(), prices=PRICES, switch_s=lambda _plan: 0.25
-    )
+    waves = KnownWaves(leaving=(), prices=PRICES)
+    return weighed_changes(changes, iteration_s=2.0, waves=waves, switch_s=lambda _plan: 0.25)
 
 
 def test_waves_move_while_iterations_are_trained_as_before() -> None:
@@ -77,8 +76,7 @@ def test_waves_pause_for_the_plan_as_it_is_and_the_last_switch_for_the_new_one()
     (as_that,) = weighed_changes(
         (change,),
         iteration_s=2.0,
-        leaving=(),
-        prices=PRICES,
+        waves=KnownWaves(leaving=(), prices=PRICES),
         switch_s=lambda plan: float(len(plan.pipelines)),
     )
 
@@ -105,7 +103,7 @@ def test_waves_keep_the_one_link_of_a_node_for_no_longer_than_an_iteration() -> 
     moved = (Transfer(0, 0, 2, 150), Transfer(1, 1, 3, 150), Transfer(1, 1, 0, 150))
     change = replace(SWITCH, before=plan, after=replace(plan, epoch=1), rounds=(moved,))
 
-    waves = waves_of(change, iteration_s=2.0, leaving=(), prices=replace(PRICES, links=links))
+    waves = KnownWaves(leaving=(), prices=replace(PRICES, links=links)).of(change, iteration_s=2.0)
 
     assert [len(wave) for wave in waves] == [2, 1]
 
@@ -119,7 +117,7 @@ def test_waves_count_near_and_far_links_of_a_node_as_one() -> None:
     moved = (Transfer(0, 0, 1, 150), Transfer(0, 0, 2, 150))
     change = replace(SWITCH, before=plan, after=replace(plan, epoch=1), rounds=(moved,))
 
-    waves = waves_of(change, iteration_s=2.0, leaving=(), prices=prices)
+    waves = KnownWaves(leaving=(), prices=prices).of(change, iteration_s=2.0)
 
     assert [len(wave) for wave in waves] == [1, 1]
 

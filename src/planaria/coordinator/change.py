@@ -51,7 +51,7 @@ from planaria.coordinator.membership.trust import node_for_policies
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import JobState, Situation, Step
-from planaria.coordinator.switching import Change, Switch, waves_of, weighed_changes
+from planaria.coordinator.switching import Change, KnownWaves, Switch, weighed_changes
 from planaria.coordinator.transition_choice import (
     choice_among,
     decision_inputs,
@@ -96,7 +96,8 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
     cluster = _cluster(state, event, staying, now_s)
-    best, candidates, as_it_is = _best_change(rules, state, event, cluster, now_s=now_s)
+    waves = KnownWaves(leaving=leaving, prices=prices_of(rules, state))
+    best, candidates, as_it_is = _best_change(rules, state, event, cluster, waves, now_s=now_s)
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
         if not is_asked_for or is_told:
@@ -110,14 +111,11 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         if joining or not still_slow or is_told:
             return state, ()
         return state, (Notify(Warned(text=f"{_slow_text(state, still_slow)}; no plan is faster")),)
-    waves = waves_of(
-        best, iteration_s=iteration_s(state), leaving=leaving, prices=prices_of(rules, state)
-    )
     change = Change(
         kinds=_kinds(state, event, best),
         transition=best,
         candidates=candidates,
-        waves=waves,
+        waves=waves.of(best, iteration_s=iteration_s(state)),
         began_s=now_s,
         time_to_failure_s=time_to_failure_s(rules, state, now_s),
         silent=state.plan.silent,
@@ -263,18 +261,17 @@ def _best_change(
     state: JobState,
     event: NodesChanged,
     cluster: ClusterState,
+    waves: KnownWaves,
     *,
     now_s: float,
 ) -> tuple[Transition | None, tuple[Candidate, ...], Candidate | None]:
     """The best transition that the policy proposes, None if none; the prices of all; and those of
     the one that keeps the plan, None if none does."""
-    prices = prices_of(rules, state)
-    changes = policy_of(rules, state).propose(state.plan, cluster, event, prices)
+    changes = policy_of(rules, state).propose(state.plan, cluster, event, waves.prices)
     weighed = weighed_changes(
         changes,
         iteration_s=iteration_s(state),
-        leaving=event.leaving,
-        prices=prices,
+        waves=waves,
         switch_s=partial(switch_s, rules, state),
     )
     best, candidates = choice_among(rules, state, changes, now_s, weighed=weighed)

@@ -14,7 +14,7 @@ from planaria.core.messages import EpochReady
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate, DecisionInputs
-from planaria.policies.building import busiest_s, bytes_by_link, direction_of, transfer_s
+from planaria.policies.building import Load, busiest_s, load_of, transfer_s
 from planaria.policies.policy import Prices
 from planaria.policies.unequal_nodes import STAY
 
@@ -71,7 +71,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     inputs: DecisionInputs | None = None
 
 
-def waves_of(
+def _waves_of(
     transition: Transition, *, iteration_s: float, leaving: tuple[int, ...], prices: Prices
 ) -> tuple[tuple[Transfer, ...], ...]:
     """All transfers of a transition in waves, in each of which whole layers go to ranks.
@@ -93,31 +93,51 @@ def waves_of(
         for transfer in transfers:
             needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
     waves: list[list[Transfer]] = []
-    # What the wave carries on the links of each direction.
-    load: dict[tuple[bool, str, int], dict[tuple[str, str, int], int]] = {}
+    load: Load = {}
     for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
         parts = needs[layer, target]
-        num_bytes = bytes_by_link(parts, prices, devices_per_node=per_node)
-        together = dict(num_bytes)
-        for direction in set(map(direction_of, num_bytes)):
-            for link, size in load.get(direction, {}).items():
-                together[link] = together.get(link, 0) + size
-        if not waves or busiest_s(together, prices) > iteration_s:
+        added = load_of(parts, prices, devices_per_node=per_node)
+        if not waves or busiest_s(added, prices, beside=load) > iteration_s:
             waves.append([])
-            load.clear()
-        for link, size in num_bytes.items():
-            on_direction = load.setdefault(direction_of(link), {})
-            on_direction[link] = on_direction.get(link, 0) + size
+            load = {}
+        for direction, on_kinds in added.items():
+            on_direction = load.setdefault(direction, {})
+            for kind, size in on_kinds.items():
+                on_direction[kind] = on_direction.get(kind, 0) + size
         waves[-1] += parts
     return tuple(tuple(wave) for wave in waves)
+
+
+class KnownWaves:
+    """The waves of transitions from one plan, each found once for a duration of iterations.
+
+    Args:
+        leaving: nodes of the plan that leave.
+    """
+
+    def __init__(self, *, leaving: tuple[int, ...], prices: Prices) -> None:
+        self.prices = prices
+        self._leaving = leaving
+        # By id, with the object, whose hash would take longer.
+        self._known: dict[tuple[int, float], tuple[Transition, tuple[tuple[Transfer, ...], ...]]]
+        self._known = {}
+
+    def of(self, transition: Transition, *, iteration_s: float) -> tuple[tuple[Transfer, ...], ...]:
+        """The waves of a transition while iterations of the old plan take so long."""
+        key = id(transition), iteration_s
+        if key not in self._known:
+            waves = _waves_of(
+                transition, iteration_s=iteration_s, leaving=self._leaving, prices=self.prices
+            )
+            self._known[key] = transition, waves
+        return self._known[key][1]
 
 
 def weighed_changes(
     changes: tuple[Transition, ...],
     *,
     iteration_s: float,
-    leaving: tuple[int, ...],
-    prices: Prices,
+    waves: KnownWaves,
     switch_s: Callable[[Plan], float],
 ) -> tuple[Transition, ...]:
     """The transition that each change is weighed as: the plan as it is, followed by the change.
@@ -129,6 +149,7 @@ def weighed_changes(
         changes: one policy's proposals for one plan; staying with the plan may be among them.
         iteration_s: duration of an iteration with the plan as it is, used if staying is not among
             the changes.
+        waves: waves of the changes, found so far.
         switch_s: function from a plan to the seconds in which nobody trains when an epoch with that
             plan begins at a commit.
     """
@@ -148,9 +169,7 @@ def weighed_changes(
     as_it_is = next((change for change in changes if change.keeps_plan), as_it_is)
     as_it_is = replace(as_it_is, downtime_s=0.0)
     return tuple(
-        as_it_is
-        if change.keeps_plan
-        else _with_sequel(as_it_is, change, leaving=leaving, prices=prices, switch_s=switch_s)
+        as_it_is if change.keeps_plan else _with_sequel(as_it_is, change, waves, switch_s=switch_s)
         for change in changes
     )
 
@@ -164,10 +183,9 @@ def followed_answers(
     Layers that the answer moves need not move again for that plan; they are counted nevertheless,
     because it is not known yet which rank will send what.
     """
+    waves = KnownWaves(leaving=(), prices=prices)
     return tuple(
-        _with_sequel(answer, answer.then, leaving=(), prices=prices, switch_s=switch_s)
-        if answer.then
-        else answer
+        _with_sequel(answer, answer.then, waves, switch_s=switch_s) if answer.then else answer
         for answer in answers
     )
 
@@ -175,9 +193,8 @@ def followed_answers(
 def _with_sequel(
     first: Transition,
     then: Transition,
+    known_waves: KnownWaves,
     *,
-    leaving: tuple[int, ...],
-    prices: Prices,
     switch_s: Callable[[Plan], float],
 ) -> Transition:
     """The first transition with all pauses until the other plan begins, followed by the other.
@@ -187,7 +204,7 @@ def _with_sequel(
     because it also waits for the first step in which the layers of the last wave take part.
     """
     per_node = then.before.devices_per_node
-    waves = waves_of(then, iteration_s=first.iteration_s, leaving=leaving, prices=prices)
+    waves, prices = known_waves.of(then, iteration_s=first.iteration_s), known_waves.prices
     takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
     longer_s = sum(max(0.0, wave_s - first.iteration_s) for wave_s in takes_s)
     pauses_s = (len(waves) * switch_s(first.after) if waves else 0.0) + switch_s(then.after)

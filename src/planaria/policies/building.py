@@ -8,7 +8,7 @@ estimate.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,12 @@ from planaria.restorer.strategies import RestoreStrategy
 from planaria.schedule.lower import num_connected_hops
 
 _FIXED_HOPS: Final = 64  # The fixed cost of a schedule, as a number of hops; measured.
+
+# The bytes on each direction of links by kind of link. A direction is within a node or not, "from"
+# or "to", and has an end.
+Load: TypeAlias = dict[tuple[bool, str, int], dict[str, int]]
+_NO_LOAD: Final[Load] = {}
+_NOTHING: Final[Mapping[str, int]] = {}
 
 
 def transition_between(
@@ -108,44 +114,47 @@ def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
 
     A node has one direction out to other nodes and one in, however far these are.
     """
-    return busiest_s(bytes_by_link(transfers, prices, devices_per_node=devices_per_node), prices)
+    return busiest_s(load_of(transfers, prices, devices_per_node=devices_per_node), prices)
 
 
-def busiest_s(bytes_on: Mapping[tuple[str, str, int], int], prices: Prices) -> float:
-    """Seconds for which the busiest link direction carries bytes, given as by `bytes_by_link`."""
-    busy_s: dict[tuple[bool, str, int], float] = {}
-    for link, num_bytes in bytes_on.items():
-        direction = direction_of(link)
-        busy_s[direction] = busy_s.get(direction, 0.0) + prices.links[link[0]].seconds(num_bytes)
-    return max(busy_s.values(), default=0.0)
+def load_of(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> Load:
+    """The bytes on each link direction, by kind of link.
 
-
-def direction_of(link: tuple[str, str, int]) -> tuple[bool, str, int]:
-    """The key of the direction that a link is part of: a node's links to others share one."""
-    kind, direction, end = link
-    return kind == "intra_node", direction, end
-
-
-def bytes_by_link(
-    transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int
-) -> dict[tuple[str, str, int], int]:
-    """The bytes on each link direction, keyed by link kind, direction and end.
-
-    The end of an "inter_node" or "inter_domain" link is a node: it counts what that node sends to
-    other nodes of that kind, or receives. The end of an "intra_node" link is a rank: it counts what
-    that rank sends within its node, or receives.
+    The end of a direction between nodes is a node: it counts what that node sends to other nodes,
+    or receives. That of a direction within a node is a rank: it counts what that rank sends within
+    its node, or receives.
     """
-    bytes_on: dict[tuple[str, str, int], int] = {}
+    load: Load = {}
     for transfer in transfers:
         source, target = transfer.source // devices_per_node, transfer.target // devices_per_node
-        if source == target:
+        is_within = source == target
+        if is_within:
             kind, source, target = "intra_node", transfer.source, transfer.target
         else:
             kind = prices.kind_between(source, target)
-        first, last = (kind, "from", source), (kind, "to", target)
-        bytes_on[first] = bytes_on.get(first, 0) + transfer.num_bytes
-        bytes_on[last] = bytes_on.get(last, 0) + transfer.num_bytes
-    return bytes_on
+        for direction in ((is_within, "from", source), (is_within, "to", target)):
+            on_direction = load.setdefault(direction, {})
+            on_direction[kind] = on_direction.get(kind, 0) + transfer.num_bytes
+    return load
+
+
+def busiest_s(load: Load, prices: Prices, *, beside: Load = _NO_LOAD) -> float:
+    """Seconds for which the busiest direction of a load carries bytes.
+
+    Args:
+        beside: further bytes, of which those on directions of the load are carried, too.
+    """
+    longest_s = 0.0
+    for direction, on_kinds in load.items():
+        further = beside.get(direction, _NOTHING)
+        busy_s = 0.0
+        for kind, num_bytes in on_kinds.items():
+            busy_s += prices.links[kind].seconds(num_bytes + further.get(kind, 0))
+        for kind, num_bytes in further.items():
+            if kind not in on_kinds:
+                busy_s += prices.links[kind].seconds(num_bytes)
+        longest_s = max(longest_s, busy_s)
+    return longest_s
 
 
 def num_exposed(plan: Plan, cluster: ClusterState) -> int:

@@ -19,7 +19,7 @@ from planaria.coordinator.learning.profile_correction import (
     restored_learning,
 )
 from planaria.coordinator.state import Commits, JobState, Membership, Saves
-from planaria.coordinator.switching import weighed_changes
+from planaria.coordinator.switching import KnownWaves, weighed_changes
 from planaria.coordinator.transition_choice import choice_among
 from planaria.core.findings import Findings
 from planaria.core.persistent_map import PersistentMap
@@ -102,8 +102,7 @@ class _Decider:
         weighed = weighed_changes(
             transitions,
             iteration_s=inputs.iteration_s,
-            leaving=inputs.changed.leaving,
-            prices=prices,
+            waves=KnownWaves(leaving=inputs.changed.leaving, prices=prices),
             switch_s=partial(switch_s, rules, state),
         )
         best, _ = choice_among(rules, state, transitions, inputs.priced_s, weighed=weighed)
