@@ -9,6 +9,7 @@ from planaria.coordinator.commands import Command
 from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.membership.waiting_nodes import LeaveRequest, WaitingNode
 from planaria.coordinator.switching import Change, Switch
+from planaria.core.cluster import PROFILED_KIND
 from planaria.core.findings import FailureHistory
 from planaria.core.kinds import LossKind
 from planaria.core.messages import (
@@ -389,7 +390,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     def kind_of(self, node: int) -> NodeKind:
         """The node's kind, by the speed that it is seen to have, or that its machine has."""
         candidate = self.membership.candidates.get(node)
-        return NodeKind(self.speeds.get(node, candidate.speed if candidate else 1.0))
+        speed = self.speeds.get(node, candidate.speed if candidate else 1.0)
+        return PROFILED_KIND if speed == 1.0 else NodeKind(speed)
 
     @property
     def devices_per_node(self) -> int:

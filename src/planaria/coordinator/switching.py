@@ -5,6 +5,7 @@ Each wave of transfers, and at the end the new plan itself, begins an epoch of i
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -108,6 +109,9 @@ def _waves_of(
     return tuple(tuple(wave) for wave in waves)
 
 
+_Rounds: TypeAlias = tuple[tuple[Transfer, ...], ...]
+
+
 class KnownWaves:
     """The waves of transitions from one plan, each found once for a duration of iterations.
 
@@ -118,18 +122,17 @@ class KnownWaves:
     def __init__(self, *, leaving: tuple[int, ...], prices: Prices) -> None:
         self.prices = prices
         self._leaving = leaving
-        # By id, with the object, whose hash would take longer.
-        self._known: dict[tuple[int, float], tuple[Transition, tuple[tuple[Transfer, ...], ...]]]
-        self._known = {}
+        # By the id of a transition's rounds, with these, whose hash would take longer.
+        self._known: dict[tuple[int, float], tuple[_Rounds, _Rounds]] = {}
 
-    def of(self, transition: Transition, *, iteration_s: float) -> tuple[tuple[Transfer, ...], ...]:
+    def of(self, transition: Transition, *, iteration_s: float) -> _Rounds:
         """The waves of a transition while iterations of the old plan take so long."""
-        key = id(transition), iteration_s
+        key = id(transition.rounds), iteration_s
         if key not in self._known:
             waves = _waves_of(
                 transition, iteration_s=iteration_s, leaving=self._leaving, prices=self.prices
             )
-            self._known[key] = transition, waves
+            self._known[key] = transition.rounds, waves
         return self._known[key][1]
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from planaria.core.copies import Label
 from planaria.core.plan import NodeKind, Plan
 
-_PROFILED_KIND: Final = NodeKind()
+PROFILED_KIND: Final = NodeKind()  # Of a node like those that the profile was measured on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Node:
 
     node: int
     held: tuple[frozenset[int], ...]
-    kind: NodeKind = _PROFILED_KIND
+    kind: NodeKind = PROFILED_KIND
     is_trusted: bool = True
 
 

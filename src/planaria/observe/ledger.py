@@ -63,10 +63,15 @@ class Ledger:
     def enter(self, category: Category, now_s: float) -> "Ledger":
         """The ledger with the time until now booked, and with a new category from now on."""
         assert now_s >= self.now_s, (now_s, self.now_s)
-        spent = self.seconds | {
-            self.category: self.seconds.get(self.category, 0.0) + now_s - self.now_s
-        }
-        return replace(self, now_s=now_s, category=category, seconds=spent)
+        seconds = self.seconds.get(self.category, 0.0) + now_s - self.now_s
+        spent = self.seconds | {self.category: seconds}
+        return Ledger(self.start_s, now_s, category, spent)
+
+    def spend(self, category: Category, until_s: float) -> "Ledger":
+        """The ledger with the time from its own until `until_s` booked in a category."""
+        assert until_s >= self.now_s, (until_s, self.now_s)
+        seconds = self.seconds.get(category, 0.0) + until_s - self.now_s
+        return Ledger(self.start_s, until_s, category, self.seconds | {category: seconds})
 
     def move(self, seconds: float, source: Category, target: Category) -> "Ledger":
         """The ledger with seconds moved from source to target, at most as many as source has."""

@@ -70,8 +70,7 @@ class Account:
     def spend(self, category: Category, until_s: float) -> None:
         """Books the time until `until_s` in a category."""
         if until_s > self.now_s:
-            ledger = self.ledger.enter(category, self.now_s)
-            self.ledger = ledger.enter(category, until_s)
+            self.ledger = self.ledger.spend(category, until_s)
 
     def train(self, num_iterations: int, until_s: float, shares: Mapping[Category, float]) -> None:
         """Books iterations that are committed by `until_s`.

@@ -16,6 +16,7 @@ from random import Random
 from statistics import fmean, stdev
 from typing import Final, TypeVar
 
+from planaria.core.garbage import no_collection
 from planaria.errors import ConfigError
 from planaria.observe.ledger import Category
 from planaria.simulator.failures.occurrences import FailureSource, Occurrence, OccurrenceKind
@@ -90,6 +91,7 @@ class Interval:
 LOSSES_MAX: Final = 1000
 
 
+@no_collection()  # A simulated job leaves no cycles behind.
 def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
     """The outcome of one system with one seed."""
     num_nodes = scenario.setting.num_machines

@@ -42,7 +42,6 @@ from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step_together
 from planaria.core.copies import Label
 from planaria.core.findings import Findings
-from planaria.core.garbage import no_collection
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
@@ -247,10 +246,6 @@ class PlanariaRun:
 
     def run_until(self, now_s: float) -> None:
         """Goes on until a time; see `SystemRun`."""
-        with no_collection():
-            self._run_until(now_s)
-
-    def _run_until(self, now_s: float) -> None:
         while True:
             next_s = self._queue[0][0] if self._queue else inf
             if self._has_trained(min(now_s, next_s)):

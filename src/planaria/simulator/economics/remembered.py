@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
-from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesLost
+from planaria.core.cluster import PROFILED_KIND, ClusterEvent, ClusterState, Node, NodesLost
 from planaria.core.garbage import no_collection
 from planaria.core.plan import (
     Hop,
-    NodeKind,
     Pipeline,
     PipelineTemplate,
     Plan,
@@ -32,7 +31,6 @@ from planaria.policies.renaming import Renaming, TransferTimes
 Value = TypeVar("Value")
 
 ANSWERS_MAX: Final = 512  # A plan for 1,000 nodes takes some 100 kB.
-_NORMAL: Final = NodeKind()
 
 
 class _KnownAnswer(NamedTuple):
@@ -216,7 +214,7 @@ def _state(live: tuple[Node, str] | None, node: int, held: Mapping[int, frozense
         is_usual = all(
             layers == held.get(first + device, none) for device, layers in enumerate(one.held)
         )
-    if is_usual and one.is_trusted and not leaving and one.kind == _NORMAL:
+    if is_usual and one.is_trusted and not leaving and one.kind == PROFILED_KIND:
         return ""
     layers = () if is_usual else tuple(tuple(sorted(layers)) for layers in one.held)
     return layers, one.kind, one.is_trusted, leaving
