@@ -92,6 +92,20 @@ def test_varuna_saves_within_a_notice_or_falls_back() -> None:
     assert 0 < max(redone[10.0]) <= 10
 
 
+def test_varuna_heeds_a_notice_that_came_while_the_node_started() -> None:
+    """It is still there once the node has started."""
+    of = small(**{"checkpoint.persist_every": 100})
+    rank_bytes = sum(of.setting.layer_bytes) / 2
+    costs = RecoveryCosts(startup_s=0.0, node_start_s=60.0, save_bytes_per_s=rank_bytes / 50.0)
+    before = (Occurrence(100.0, LOST, (2,)), Occurrence(200.0, BACK, (2,)))
+    noticed = (Occurrence(230.0, NOTICE, (2,), deadline_s=1800.0), Occurrence(1800.0, LOST, (2,)))
+    once = outcome(of, *before, costs=costs, system=Varuna())
+    twice = outcome(of, *before, *noticed, costs=costs, system=Varuna())
+    untold = outcome(of, *before, *noticed[1:], costs=costs, system=Varuna())
+
+    assert twice.num_redone == once.num_redone < untold.num_redone
+
+
 def test_a_longer_notice_makes_varuna_train_no_less() -> None:
     """It trains on until its save would be too late, however early it is told."""
     of = small(**{"checkpoint.persist_every": 100})

@@ -138,6 +138,7 @@ class ModelledJob:
         self._pace = Pace(iteration_s=inf, nodes=frozenset())
         self._speeds: dict[int, float] = {}
         self._arrivals: dict[int, int] = {}  # Number of times that each starting node was back.
+        self._deadlines_s: dict[int, float] = {}  # Times at which nodes will be gone, as told.
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_posted = 0
         self._phases: deque[tuple[Category, float]] = deque()  # With the times at which they end.
@@ -167,6 +168,7 @@ class ModelledJob:
             self.members.discard(node)
             self._speeds.pop(node, None)
             self._arrivals.pop(node, None)
+            self._deadlines_s.pop(node, None)
         if lost:
             self._behaviour.on_lost(self, lost, now_s)
             self._measure(now_s)
@@ -183,6 +185,10 @@ class ModelledJob:
     def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
         """Nodes are told that they will be gone; see `SystemRun`."""
         self.run_until(now_s)
+        self._deadlines_s |= dict.fromkeys(nodes, deadline_s)
+        self._tell_notice(nodes, deadline_s)
+
+    def _tell_notice(self, nodes: Collection[int], deadline_s: float) -> None:
         members = tuple(node for node in nodes if node in self.members)
         if members:
             self._behaviour.on_notice(self, members, deadline_s)
@@ -202,6 +208,9 @@ class ModelledJob:
         if started:
             self._behaviour.on_joined(self, started, now_s)
             self._measure(now_s)
+        for node in started:  # The notice may have come while it started.
+            if self._deadlines_s.get(node, 0.0) > now_s:
+                self._tell_notice((node,), self._deadlines_s[node])
 
     # -- what behaviours do -----------------------------------------------------------------------
 

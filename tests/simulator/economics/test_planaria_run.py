@@ -131,6 +131,19 @@ def test_a_noticed_node_leaves_at_a_commit() -> None:
     assert result.ledger["detect"] == 0.0
 
 
+def test_a_node_that_was_told_of_its_end_as_it_started_leaves_too() -> None:
+    """The notice is still there once it has started; nobody heard of it again."""
+    costs = RecoveryCosts(startup_s=0.0, node_start_s=60.0)
+    before = (Occurrence(100.0, LOST, (2,)), Occurrence(200.0, BACK, (2,)))
+    noticed = (Occurrence(230.0, NOTICE, (2,), deadline_s=900.0), Occurrence(900.0, LOST, (2,)))
+    once = outcome(small(), *before[:1], costs=costs)
+    twice = outcome(small(), *before, *noticed, costs=costs)
+
+    assert twice.num_failures == 2
+    for category in ("redo", "detect"):
+        assert twice.ledger[category] == pytest.approx(once.ledger[category])
+
+
 def test_ranks_that_begin_anew_forget_that_they_were_asked_to_stop() -> None:
     """As real ones do: whoever still wants it says so again."""
     run = PlanariaSystem().begin(small().setting)

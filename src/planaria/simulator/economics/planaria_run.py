@@ -202,12 +202,17 @@ class PlanariaRun:
     def give_notice(self, nodes: tuple[int, ...], now_s: float, *, deadline_s: float) -> None:
         """Nodes are told that they will be gone; see `SystemRun`."""
         self.run_until(now_s)
+        self.machines.deadlines_s |= dict.fromkeys(nodes, deadline_s)
         for machine in nodes:
-            node = self._nodes.node_on(machine)
-            if node >= 0 and not self._has_ended:
-                rank, after_s = node * self._per_node, deadline_s - now_s
-                event = NoticeTaken(node=node, rank=rank, after_s=after_s)
-                self._deliver((event,), now_s)
+            self._tell_notice(machine, now_s)
+
+    def _tell_notice(self, machine: int, now_s: float) -> None:
+        """Has the node of a machine say that the machine will be gone, if it knows that."""
+        after_s = self.machines.deadlines_s.get(machine, 0.0) - now_s
+        node = -1 if self._has_ended else self._nodes.node_on(machine)
+        if node >= 0 and after_s > 0.0:
+            rank = node * self._per_node
+            self._deliver((NoticeTaken(node=node, rank=rank, after_s=after_s),), now_s)
 
     def set_speeds(self, speeds: Mapping[int, float], now_s: float) -> None:
         """Nodes go on at other speeds; see `SystemRun`."""
@@ -239,8 +244,9 @@ class PlanariaRun:
 
     def _arrive(self, nodes: Sequence[int], now_s: float) -> None:
         live = [node for node in nodes if node in self._nodes.nodes]
-        arrivals = [message for node in live for message in self._nodes.arrivals(node)]
-        self._deliver(arrivals, now_s)
+        self._deliver([event for node in live for event in self._nodes.arrivals(node)], now_s)
+        for machine in map(self._nodes.machine_of, live):
+            self._tell_notice(machine, now_s)  # It came while the machine started.
 
     # -- time -------------------------------------------------------------------------------------
 

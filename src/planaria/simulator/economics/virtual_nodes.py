@@ -41,12 +41,14 @@ class VirtualMachines:
         started: machines that can.
         starting: time at which each other one can, and the number of its return.
         speeds: speeds of those that are slow; 0.5: half as fast as the profile says.
+        deadlines_s: times at which machines will be gone, as they were told.
     """
 
     def __init__(self, machines: Iterable[int]) -> None:
         self.started = set(machines)
         self.starting: dict[int, tuple[float, int]] = {}
         self.speeds: dict[int, float] = {}
+        self.deadlines_s: dict[int, float] = {}
         self._num_returns = 0
 
     @property
@@ -57,6 +59,7 @@ class VirtualMachines:
     def lose(self, machine: int) -> None:
         """A machine is gone."""
         self.speeds.pop(machine, None)
+        self.deadlines_s.pop(machine, None)
         if machine in self.started:
             self.started.remove(machine)
         else:
