@@ -210,6 +210,22 @@ def test_of_killed_launchers_nothing_is_left_and_a_busy_one_keeps_its_socket(
         assert sockets(directory) == [directory / "busy-7.sock"]
 
 
+def test_a_launcher_removes_what_killed_ones_have_left(runtime: Path) -> None:
+    """Nobody may ever ask; a directory had the sockets of all that were killed since the machine
+    started. Its own is there only once it listens."""
+    directory = runtime / "planaria"
+    directory.mkdir(mode=0o700)
+    for pid in range(3):
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(directory / f"killed-{pid}.sock"))
+    found: list[list[str]] = []
+
+    job_answer(by=f"job-{os.getpid()}", prepare=lambda: found.append(os.listdir(directory)))
+
+    assert found == [[f"job-{os.getpid()}.sock"]]
+    assert os.listdir(directory) == []
+
+
 def test_jobs_of_one_name_are_told_apart_by_their_processes(runtime: Path) -> None:
     """Nobody could ask either of them."""
     directory = runtime / "planaria"

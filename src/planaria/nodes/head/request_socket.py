@@ -15,6 +15,7 @@ import stat
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -27,6 +28,10 @@ from planaria.nodes.head.requests import (
     answer_requests,
 )
 from planaria.nodes.head.user_files import plain_name, state_directory
+
+# Sockets of other launchers that one looks at as it begins, since killed ones leave theirs.
+_LOOKED_AT_MAX: Final = 100
+_LOOK_S: Final = 0.02
 
 
 @contextlib.asynccontextmanager
@@ -72,10 +77,17 @@ def _listener(name: str, stack: contextlib.ExitStack) -> socket.socket:
             with contextlib.ExitStack() as opened:
                 descriptor = opened.enter_context(_own_directory(path))
                 os.fchmod(descriptor, 0o700)
+                for other in _socket_names(descriptor)[:_LOOKED_AT_MAX]:
+                    _is_served(descriptor, other, _LOOK_S)
                 listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-                # A killed launcher that had the same pid may have left its socket.
-                _unlink(name, descriptor)
-                listener.bind(_path(descriptor, name))
+                # It has its name once it listens, or it would be taken for a killed launcher's.
+                silent = f"{os.getpid()}.new"
+                for left in (name, silent):  # By a killed launcher that had the same pid.
+                    _unlink(left, descriptor)
+                opened.callback(_unlink, silent, descriptor)
+                listener.bind(_path(descriptor, silent))
+                listener.listen()
+                os.rename(silent, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
                 opened.callback(_unlink, name, descriptor)
                 stack.enter_context(opened.pop_all())
                 return listener
@@ -142,12 +154,11 @@ def _running_sockets(
         if (status.st_dev, status.st_ino) in searched:
             continue
         searched.add((status.st_dev, status.st_ino))
-        names = (name for name in sorted(os.listdir(descriptor)) if name.endswith(".sock"))
         running += [
             (descriptor, name)
-            for name in names
+            for name in _socket_names(descriptor)
             if (not job or job == _stem(name) or plain_name(job) == _job_of(name))
-            and _is_served(descriptor, name)
+            and _is_served(descriptor, name, 1.0)
         ]
     return running, refusals
 
@@ -162,10 +173,14 @@ def _stem(name: str) -> str:
     return name.removesuffix(".sock")
 
 
-def _is_served(directory: int, name: str) -> bool:
+def _socket_names(directory: int) -> list[str]:
+    return [name for name in sorted(os.listdir(directory)) if name.endswith(".sock")]
+
+
+def _is_served(directory: int, name: str, timeout_s: float) -> bool:
     """Whether a launcher listens on a socket; removes one that a killed launcher has left."""
     try:
-        _connection(directory, name, 1.0).close()
+        _connection(directory, name, timeout_s).close()
     except ConnectionRefusedError:
         _unlink(name, directory)
         return False
