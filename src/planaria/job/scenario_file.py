@@ -120,8 +120,25 @@ def swept_overrides(sweeps: Sequence[str]) -> Iterator[tuple[str, ...]]:
         key, equals, values = sweep.partition("=")
         if not (equals and key.strip() and values.strip()):
             raise ConfigError("--sweep", sweep, "must be TABLE.KEY=VALUE,VALUE,..")
-        axes.append([f"{key.strip()}={value.strip()}" for value in values.split(",")])
+        axes.append([f"{key.strip()}={value}" for value in _swept_values(values)])
     yield from product(*axes)
+
+
+def _swept_values(text: str) -> list[str]:
+    """The values between commas that are not within brackets, braces or quotes."""
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values]
 
 
 _TABLES: Final = ("cluster", "job", "failures", "costs", "run")

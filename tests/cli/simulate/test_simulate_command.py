@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command import assert_mistake, command
+from planaria.job.scenario_file import swept_overrides
 
 SCENARIO = """
 [cluster]
@@ -74,6 +75,20 @@ def test_a_sweep_runs_every_combination(scenario: Path) -> None:
         for policy in ("reinstantiate", "rollback")
     ]
     assert "failures.per_node_hour=0.5" in output
+
+
+def test_a_sweep_takes_lists_and_texts_with_commas() -> None:
+    """A comma within brackets or quotes ends no value."""
+    (points,) = zip(
+        *swept_overrides(["failures.nodes=[1, [2,3]], 4 ,'a,b',{x = \"1,2\"}"]), strict=True
+    )
+
+    assert [point.partition("=")[2] for point in points] == [
+        "[1, [2,3]]",
+        "4",
+        "'a,b'",
+        '{x = "1,2"}',
+    ]
 
 
 def test_the_result_says_what_was_set(scenario: Path) -> None:
