@@ -308,7 +308,7 @@ def _first_word(text: str) -> str:
 
 
 def verbs(file: File) -> Iterator[Problem]:
-    """No function is a bare participle: it does something, or is named for what it returns."""
+    """No function is a bare participle: it acts or returns something. Locals are nouns."""
     if not file.module:
         return
     for node in file.nodes:
@@ -320,6 +320,8 @@ def verbs(file: File) -> Iterator[Problem]:
             is_phrase = words[0] in {"on", "with", "without"}
             if others and not is_phrase and all(_is_participle(word) for word in others):
                 yield node.lineno, f"{node.name} is a participle; name what it does or returns"
+        elif isinstance(node, ast.Name) and node.id in {"one", "found", "told"}:
+            yield node.lineno, f"{node.id} names nothing; take a noun"
 
 
 def _is_participle(word: str) -> bool:
@@ -533,6 +535,7 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (docstrings, "planaria.core.plan", "x = 1\n", 1),
     (sentences, "planaria.core.plan", '"""Of whole nodes, so many."""\n', 1),
     (verbs, "planaria.core.plan", "def told(x):\n    return x\n", 1),
+    (verbs, "planaria.core.plan", "def value(x):\n    found = x\n", 2),
     (verbs, "planaria.core.plan", "class A:\n    def _gone_on(self):\n        return 1\n", 2),
     (verbs, "planaria.core.plan", "def committed_again():\n    return 1\n", 1),
     (

@@ -83,24 +83,24 @@ def on_save_checked(rules: Rules, state: JobState, event: SaveChecked, now_s: fl
     Otherwise the node would have one sound save after the other dropped. If it is not out of the
     job by now, it tries again in the epoch that is to come.
     """
-    told = state.saves.checking.get(event.source)
+    complaint = state.saves.checking.get(event.source)
     checking = {s: by for s, by in state.saves.checking.items() if s != event.source}
     state = replace(state, saves=replace(state.saves, checking=checking))
-    if told is None or not event.is_sound:
+    if complaint is None or not event.is_sound:
         return state, ()
     state = with_sound(rules, state, event.source)
-    node = _node(state, told.rank)
-    text = f"node {node} cannot read a save that the head can read: {told.reason}"
+    node = _node(state, complaint.rank)
+    text = f"node {node} cannot read a save that the head can read: {complaint.reason}"
     notice = Notify(Warned(text=f"{text}; this counts against the node"))
-    worker = state.workers.get(told.rank)
+    worker = state.workers.get(complaint.rank)
     if not state.is_member(node) or worker is None:
         return state, (notice,)
     raised = Raised(error=UNREAD)
-    crash = Crash(node, told.rank, worker.pid, told.epoch, raised)
+    crash = Crash(node, complaint.rank, worker.pid, complaint.epoch, raised)
     if _is_repeated(state, crash):
         return state, ()
     failure = WorkerFailed(
-        node=node, rank=told.rank, traceback="", pid=worker.pid, raised=raised, blame="node"
+        node=node, rank=complaint.rank, traceback="", pid=worker.pid, raised=raised, blame="node"
     )
     state = _with_crash(state, crash)
     step = _end_or_evict(rules, state, crash, text, failure, now_s)

@@ -214,7 +214,7 @@ def unrepeated_text(dataset: Dataset, training: TrainingConfig) -> str:
     parts = _first_parts(dataset, training)[:_NUM_EXAMINED]
     first, again = (_pairs(dataset, parts, training=training) for _ in range(2))
     pairs = zip(parts, first, again, strict=True)
-    differing = [part for part, one, two in pairs if not _have_same_bits(one, two)]
+    differing = [part for part, pair, pair_again in pairs if not _have_same_bits(pair, pair_again)]
     if not differing:
         return ""
     what = "the first microbatch" if dataset.collate else f"sample {differing[0][0]}"
@@ -323,8 +323,8 @@ def _have_same_bits(value: Any, other: Any) -> bool:
 def _are_same_bits(tensor: Tensor, other: Tensor) -> bool:
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    one, two = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, other))
-    return torch.equal(one, two)
+    own_bytes, other_bytes = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, other))
+    return torch.equal(own_bytes, other_bytes)
 
 
 def _convert(inputs: Any, training: TrainingConfig) -> Any:
@@ -485,5 +485,5 @@ def _stack(tensors: Sequence[Tensor], numbers: np.ndarray, *, padding: int | Non
 def _difference(features: Sequence[str], numbers: np.ndarray) -> str:
     """The sentence that a sample has the rarest of some features, and another the commonest."""
     (common, _), *_, (odd, _) = Counter(features).most_common()
-    one, other = numbers[features.index(odd)], numbers[features.index(common)]
-    return f"sample {one} has {odd}, and sample {other} has {common}"
+    rare, other = numbers[features.index(odd)], numbers[features.index(common)]
+    return f"sample {rare} has {odd}, and sample {other} has {common}"

@@ -98,11 +98,11 @@ def _serve(rank: Connection, parent: int) -> None:
             if batches is None or batches.iteration != iteration:
                 batches = Batches(dataset, job.training, iteration=iteration)
             try:
-                found: Any = batches.num_targets() if index == COUNT else batches.load(index)
+                content: Any = batches.num_targets() if index == COUNT else batches.load(index)
             except Exception as error:
                 logger.info("microbatch %s of iteration %s: %r", index, iteration, error)
-                found = None  # The rank will find the same error, and tell it.
-            rank.send_bytes(pickle.dumps(((iteration, index), tree_map(_as_array, found)), 5))
+                content = None  # The rank will find the same error, and tell it.
+            rank.send_bytes(pickle.dumps(((iteration, index), tree_map(_as_array, content)), 5))
     except (EOFError, OSError):
         return
 
@@ -175,10 +175,10 @@ class Prefetch:
     def _receive(self, number: int) -> None:
         try:
             while True:
-                key, found = pickle.loads(self._loaders[number].recv_bytes())
+                key, content = pickle.loads(self._loaders[number].recv_bytes())
                 with self._changed:
                     if key in self._asked:
-                        self._loaded[key] = tree_map(_as_tensor, found)
+                        self._loaded[key] = tree_map(_as_tensor, content)
                         self._changed.notify_all()
         except Exception as error:  # Whatever it is, nobody must wait for this loader.
             logger.info("what a loader sent cannot be used: %r", error)

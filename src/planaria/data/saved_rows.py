@@ -316,8 +316,8 @@ def num_row_ids(saved: Any, path: str, cache_directory: Path) -> int:
 
     def ends() -> tuple[int, int]:
         _, compute = arrow_modules()
-        found = compute.min_max(compute.list_flatten(values)).as_py()
-        return found["min"], found["max"]
+        bounds = compute.min_max(compute.list_flatten(values)).as_py()
+        return bounds["min"], bounds["max"]
 
     return num_ids_once(ends, path, cache_directory)
 

@@ -243,9 +243,9 @@ def main(payload: bytes, result_fd: int) -> None:
         result = Prepared(mistake=mistake_of(error))
     except (Exception, SystemExit) as error:
         if _UNREPEATABLE in text_of(error):
-            told = text_of(error).partition(",")[0]
+            reason = text_of(error).partition(",")[0]
             remedy = (
-                f"torch has no kernel for this device that repeats itself: {told}; take another "
+                f"torch has no kernel for this device that repeats itself: {reason}; take another "
                 "operator, or set it to false, which promises no bits"
             )
             mistake = ConfigError("training.deterministic", True, remedy)

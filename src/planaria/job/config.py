@@ -195,8 +195,10 @@ def with_absolute_paths(
         value = copy[table].get(key) if isinstance(copy.get(table), dict) else None
         if isinstance(value, str) and value:
             with name_refusals(f"{table}.{key}", value):
-                found = path(directory, os.path.expanduser(value))
-            copy[table][key] = found if isinstance(found, str) else str(absolute_path(found))
+                resolved = path(directory, os.path.expanduser(value))
+            copy[table][key] = (
+                resolved if isinstance(resolved, str) else str(absolute_path(resolved))
+            )
     return copy
 
 

@@ -75,7 +75,7 @@ def _meaning(name: str, meanings: Mapping[str, str]) -> str:
     """The meaning of a field, or where it is: the entry of another field may say it, too."""
     if name in meanings:
         return meanings[name]
-    (other, *_) = [one for one, text in meanings.items() if re.search(rf"\b{name}\b", text)]
+    (other, *_) = [term for term, text in meanings.items() if re.search(rf"\b{name}\b", text)]
     return f"see `{other}`"
 
 

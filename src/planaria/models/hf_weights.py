@@ -116,9 +116,11 @@ class Weights:
 
     def check_shape(self, name: str, shape: torch.Size) -> None:
         """Raises ConfigError if the files hold the parameter in another shape."""
-        found = self.shapes[name_without_adapters(name)]
-        if found != shape:
-            remedy = f"{name} is {tuple(found)} on disk and {tuple(shape)} in the model's config"
+        shape_on_disk = self.shapes[name_without_adapters(name)]
+        if shape_on_disk != shape:
+            remedy = (
+                f"{name} is {tuple(shape_on_disk)} on disk and {tuple(shape)} in the model's config"
+            )
             raise ConfigError("model.path", self.directory, remedy)
 
     def tensor(self, name: str) -> Tensor:

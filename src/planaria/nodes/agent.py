@@ -409,16 +409,17 @@ class _Agent:
     async def _examine(self) -> None:
         """Reports that the machine is unfit for a node, if it is, or if its examination hangs."""
         find = partial(health_problem, self._spec.job, has_node=True)
-        began_s, told = time.monotonic(), b""
+        began_s, verdict = time.monotonic(), b""
         answer = answer_of_child(lambda: b"!" + find().encode(), timeout_s=EXAMINATION_S)
         # OSError: no process can be forked, and so no worker either. TimeoutError is one: the child
         # hangs in the kernel, and does not even end when it is killed.
         with contextlib.suppress(OSError):
             async with asyncio.timeout(EXAMINATION_S + 1.0):
-                told = await answer
-        if not told and time.monotonic() - began_s >= EXAMINATION_S:
-            told = f"!it was examined for {EXAMINATION_S:g} s, and something there hangs".encode()
-        reason = told[1:].decode(errors="replace")
+                verdict = await answer
+        if not verdict and time.monotonic() - began_s >= EXAMINATION_S:
+            hanging = f"!it was examined for {EXAMINATION_S:g} s, and something there hangs"
+            verdict = hanging.encode()
+        reason = verdict[1:].decode(errors="replace")
         if reason and not self._is_leaving:
             self._on_notice(self._spec.job.cluster.notice_s, reason=reason)
 

@@ -235,7 +235,7 @@ class Recorder:
 
         All ranks report the same results. One that was done again after a loss counts once.
         """
-        found = {e.iteration: e for report in message.reports for e in report.evaluated}
+        evaluations = {e.iteration: e for report in message.reports for e in report.evaluated}
         records = tuple(
             EvaluationRecord(
                 iteration=iteration,
@@ -246,7 +246,7 @@ class Recorder:
                 seconds=evaluated.seconds,
                 at_s=message.now_s - self.ledger.start_s,
             )
-            for iteration, evaluated in sorted(found.items())
+            for iteration, evaluated in sorted(evaluations.items())
         )
         self.evaluations |= {record.iteration: record for record in records}
         return records

@@ -134,8 +134,8 @@ def pipeline_templates(
     sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
     searched = [size for size in sizes if size not in known]
     ranked = _ranked_templates(problem, num_nodes, max_nodes, searched, n0=sizes[0])
-    found = {size: ranked_template.template for size, ranked_template in ranked.items()}
-    templates = {**{size: known[size] for size in sizes if size in known}, **found}
+    new_templates = {size: ranked_template.template for size, ranked_template in ranked.items()}
+    templates = {**{size: known[size] for size in sizes if size in known}, **new_templates}
     return dict(sorted(templates.items()))
 
 

@@ -82,8 +82,8 @@ def with_near_sources(transition: Transition, cluster: ClusterState, prices: Pri
         for layer in layers:
             holders.setdefault((layer, domain_of(rank // per_node)), []).append(rank)
     near: list[Transfer] = []
-    found = tuple(chain.from_iterable(transition.rounds))
-    for transfer in found:
+    transfers = tuple(chain.from_iterable(transition.rounds))
+    for transfer in transfers:
         domain = domain_of(transfer.target // per_node)
         others = holders.get((transfer.layer, domain))
         if not others or domain_of(transfer.source // per_node) == domain:
@@ -91,7 +91,7 @@ def with_near_sources(transition: Transition, cluster: ClusterState, prices: Pri
             continue
         others.append(others.pop(0))
         near.append(msgspec.structs.replace(transfer, source=others[-1]))
-    found_s = transfer_s(found, prices, devices_per_node=per_node)
+    found_s = transfer_s(transfers, prices, devices_per_node=per_node)
     saved_s = found_s - transfer_s(near, prices, devices_per_node=per_node)
     if saved_s <= 0.0:
         return transition

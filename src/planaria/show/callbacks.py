@@ -132,12 +132,12 @@ def callbacks_of(config: JobConfig, *, search_path: Sequence[str]) -> list[Callb
         search_path = [*search_path, os.getcwd()]
     if config.training.callbacks:
         sys.path[:0] = [path for path in search_path if path not in sys.path]
-    found: list[Callbacks] = []
+    instances: list[Callbacks] = []
     for target in config.training.callbacks:
         callbacks = user_function(target, field="training.callbacks")()
         if not isinstance(callbacks, Callbacks):
             name = type(callbacks).__name__
             remedy = f"it returned an object of type {name}; return a planaria.Callbacks"
             raise ConfigError("training.callbacks", target, remedy)
-        found.append(callbacks)
-    return found
+        instances.append(callbacks)
+    return instances

@@ -140,10 +140,10 @@ def _draw_survival(page: Page, by_lost: Mapping[int, Estimate], *, top: float) -
 
 def _groups_by_holders(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Groups of nodes whose state is kept by the same nodes, each group with these."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for node, nodes in enumerate(placement.holders):
-        found.setdefault(tuple(sorted(nodes)), []).append(node)
-    return [(tuple(nodes), kept_by) for kept_by, nodes in found.items()]
+        groups.setdefault(tuple(sorted(nodes)), []).append(node)
+    return [(tuple(nodes), kept_by) for kept_by, nodes in groups.items()]
 
 
 # -- what copies in memory take of a plan's network, in words and as JSON --------------------------

@@ -337,12 +337,12 @@ class _Chooser:
 
     def _new_plan(self, plan: Plan, members: Collection[int]) -> tuple[Plan, float] | None:
         """The pipelines of Algorithm 1 on the nodes that there are, and their estimated step."""
-        found = execution_plan(self._setting.catalog, len(members), self._num_pipelines)
-        if found is None:
+        execution = execution_plan(self._setting.catalog, len(members), self._num_pipelines)
+        if execution is None:
             return None
         unbound = [
             UnboundPipeline(template, index if index < len(plan.pipelines) else -1)
-            for index, template in enumerate(found.templates)
+            for index, template in enumerate(execution.templates)
         ]
         pipelines = LEAST_BYTES.assignment(
             unbound,
@@ -350,7 +350,7 @@ class _Chooser:
             before=plan,
             layer_bytes=self._setting.layer_bytes,
         )
-        return plain_plan(0, pipelines, found.microbatches), found.step_s
+        return plain_plan(0, pipelines, execution.microbatches), execution.step_s
 
     def _nodes(self, plan: Plan, members: Collection[int]) -> tuple[Node, ...]:
         """The members with the layers that their devices hold."""
@@ -407,16 +407,16 @@ class _Chooser:
         setting = self._setting
         n0, number = min(setting.catalog.templates), len(job.members)
         count = max(1, min(self._num_pipelines, number // n0))
-        found = execution_plan(setting.catalog, number, count) if number >= n0 else None
-        if found is None:
+        execution = execution_plan(setting.catalog, number, count) if number >= n0 else None
+        if execution is None:
             return None
         nodes = iter(sorted(job.members))
         pipelines = tuple(
             Pipeline(template, tuple(next(nodes) for _ in range(template.num_nodes)))
-            for template in found.templates
+            for template in execution.templates
         )
         self._num_pipelines = len(pipelines)
-        return plain_plan(0, pipelines, found.microbatches)
+        return plain_plan(0, pipelines, execution.microbatches)
 
     def _train(self, job: ModelledJob, now_s: float) -> None:
         assert self._plan is not None
@@ -513,7 +513,7 @@ class _Hindsight:
         job, chooser = self._settle(now_s)
         branches: dict[Answer | None, tuple[ModelledJob, _Chooser]] = {}
         for answer in (Answer.REROUTE, Answer.FILL, Answer.FORM):
-            shared = {id(one): one for one in chooser.shared}
+            shared = {id(part): part for part in chooser.shared}
             branch = deepcopy((job, chooser), shared)
             branch[1].chosen, branch[1].forced = None, answer
             branch[0].lose(nodes, now_s)

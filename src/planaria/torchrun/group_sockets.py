@@ -101,8 +101,10 @@ class LossWatch:
 
     def _watch(self) -> None:
         """Waits until a peer is lost, or another one says so."""
-        told = dict.fromkeys(self._peers, _SILENCE)
-        if self._links.wait_for(lambda: bool(self._missing_ranks()) or self._links.has_any(told)):
+        silences = dict.fromkeys(self._peers, _SILENCE)
+        if self._links.wait_for(
+            lambda: bool(self._missing_ranks()) or self._links.has_any(silences)
+        ):
             if missing := self._missing_ranks():
                 logger.warning("rank %s lost ranks %s", self._links.rank, sorted(missing))
             self._alarm()

@@ -106,10 +106,10 @@ def listen(address: str) -> tuple[list[socket.socket], Address]:
 
 
 def _listeners(host: str, port: int) -> list[socket.socket]:
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     # IPv4 first: it is what a peer can most probably reach.
     endpoints = sorted(
-        {(family, endpoint) for family, _, _, _, endpoint in found},
+        {(family, endpoint) for family, _, _, _, endpoint in infos},
         key=lambda item: (item[0] != socket.AF_INET, item[1]),
     )
     sockets: list[socket.socket] = []
@@ -434,17 +434,17 @@ async def _endpoints(address: Address) -> list[tuple[Any, ...]]:
     kind, literal = socket.SOCK_STREAM, socket.AI_NUMERICHOST
     with suppress(socket.gaierror):  # It is a name.
         return list(socket.getaddrinfo(*address, type=kind, flags=literal))
-    found: Future[list[tuple[Any, ...]]] = Future()
-    found.set_running_or_notify_cancel()  # Nobody can cancel it from now on.
+    answer: Future[list[tuple[Any, ...]]] = Future()
+    answer.set_running_or_notify_cancel()  # Nobody can cancel it from now on.
 
     def look_up() -> None:
         try:
-            found.set_result(list(socket.getaddrinfo(*address, type=kind)))
+            answer.set_result(list(socket.getaddrinfo(*address, type=kind)))
         except Exception as error:
-            found.set_exception(error)
+            answer.set_exception(error)
 
     threading.Thread(target=look_up, name="resolver", daemon=True).start()
-    return await asyncio.wrap_future(found)
+    return await asyncio.wrap_future(answer)
 
 
 async def _open(

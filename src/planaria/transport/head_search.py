@@ -41,7 +41,7 @@ async def connect_first(
     end_s, turn = loop.time() + timeout_s, asyncio.Lock() if len(addresses) > 1 else None
     head_start_s = min(_HEAD_START_S, timeout_s / (2 * len(addresses)))
     waiting = list(enumerate(addresses))
-    found: dict[int, AuthenticationError | OSError] = {}  # Why each address did not do.
+    errors: dict[int, AuthenticationError | OSError] = {}  # Why each address did not do.
     tries: dict[asyncio.Task[Streams], int] = {}
     try:
         while waiting or tries:
@@ -67,10 +67,10 @@ async def connect_first(
                 try:
                     return addresses[index], task.result()
                 except (AuthenticationError, OSError) as error:
-                    found[index] = error
+                    errors[index] = error
     finally:
         await _end(tries)
-    problems = [found[index] for index in sorted(found)]  # The same text, whichever failed first.
+    problems = [errors[index] for index in sorted(errors)]  # The same text, whichever failed first.
     text = "; and ".join(map(str, problems))
     if all(isinstance(problem, StrangerError) for problem in problems):
         raise StrangerError(text)

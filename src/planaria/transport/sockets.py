@@ -110,10 +110,10 @@ def endpoints_of(address: Address) -> list[Endpoint]:
     """
     host, port = bare_host(address[0]), address[1]
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{address[0]!r} can be no name of a machine") from error
-    return [(family, endpoint) for family, _, _, _, endpoint in found]
+    return [(family, endpoint) for family, _, _, _, endpoint in resolved]
 
 
 def connecting_socket(endpoints: list[Endpoint]) -> socket.socket:

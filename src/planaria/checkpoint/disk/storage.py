@@ -123,14 +123,14 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def is_same_place(one: str, other: str) -> bool:
+def is_same_place(place: str, other: str) -> bool:
     """Whether two names mean the same directory, or the same prefix of an object store."""
-    if is_url(one) or is_url(other):
-        return one.rstrip("/") == other.rstrip("/")
+    if is_url(place) or is_url(other):
+        return place.rstrip("/") == other.rstrip("/")
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(place, other)
     except OSError:  # One of them does not exist, or not now.
-        return os.path.realpath(one) == os.path.realpath(other)
+        return os.path.realpath(place) == os.path.realpath(other)
 
 
 def absolute(place: str) -> str:

@@ -65,7 +65,10 @@ def without_inputs(run: RecordedRun, simulated: ReplayedRun) -> tuple[ComparedDe
         event = events[-1]
         if id(event) in stood_for:
             continue
-        match = next((one for one in left if _decision_concern(one) == _event_concern(event)), None)
+        match = next(
+            (decision for decision in left if _decision_concern(decision) == _event_concern(event)),
+            None,
+        )
         if match is not None:
             left.remove(match)
         answer, answer_again = (
@@ -75,7 +78,10 @@ def without_inputs(run: RecordedRun, simulated: ReplayedRun) -> tuple[ComparedDe
         text = ", ".join(map(_event_text, events))
         is_same = answer == answer_again
         compared.append(ComparedDecision(events[0].at_s, text, answer, answer_again, is_same))
-    compared += [ComparedDecision(one.at_s, _text(one), "", one.answer, False) for one in left]
+    compared += [
+        ComparedDecision(decision.at_s, _text(decision), "", decision.answer, False)
+        for decision in left
+    ]
     return tuple(sorted(compared, key=lambda decision: decision.at_s))
 
 
@@ -155,8 +161,10 @@ def policies_json(
         "costs": costs_json(costs),
         "real": real_json(run),
         "policies": {
-            name: {"error": one} if isinstance(one, str) else _simulated_json(run, one)
-            for name, one in policies.items()
+            name: {"error": replayed}
+            if isinstance(replayed, str)
+            else _simulated_json(run, replayed)
+            for name, replayed in policies.items()
         },
     }
 
@@ -219,17 +227,17 @@ def costs_table(source: str, costs: Sequence[MeasuredCost]) -> Group:
 def decisions_table(decisions: Sequence[ComparedDecision]) -> Group:
     """The decisions of a run beside those of its replay, and how many differ."""
     table = _table("at, s", "event", "run", "replay", "")
-    for one in decisions:
-        mark = "same" if one.is_same else "DIFFERS"
+    for decision in decisions:
+        mark = "same" if decision.is_same else "DIFFERS"
         row = (
-            f"{one.at_s:.2f}",
-            one.event,
-            one.recorded or "-",
-            one.replayed or "-",
+            f"{decision.at_s:.2f}",
+            decision.event,
+            decision.recorded or "-",
+            decision.replayed or "-",
             mark,
         )
         table.add_row(*map(Text, row))
-    number = sum(not one.is_same for one in decisions)
+    number = sum(not decision.is_same for decision in decisions)
     summary = f"{count_text(len(decisions), 'decision')}, {number} of them different"
     return Group(table, Text(summary))
 
@@ -263,7 +271,9 @@ def policies_table(run: RecordedRun, policies: Mapping[str, ReplayedRun | str]) 
         "redone\niterations",
         "restarts",
     )
-    spent = [c for c in Category if any(_share(one, c) > 0.0 for one in policies.values())]
+    spent = [
+        c for c in Category if any(_share(replayed, c) > 0.0 for replayed in policies.values())
+    ]
     ledger = _table("policy", *(str(category).replace("_", "\n") for category in spent))
     table.add_row(
         f"{real['policy']}, as run",
@@ -271,26 +281,32 @@ def policies_table(run: RecordedRun, policies: Mapping[str, ReplayedRun | str]) 
         f"{real['trained_samples_per_s']:.4g}",
         *("", "", ""),
     )
-    for name, one in policies.items():
-        if isinstance(one, str):
+    for name, replayed in policies.items():
+        if isinstance(replayed, str):
             continue
-        ratio = one.trained_samples_per_s / real["trained_samples_per_s"]
+        ratio = replayed.trained_samples_per_s / real["trained_samples_per_s"]
         table.add_row(
             name,
-            f"{one.samples_per_s:.4g}",
-            f"{one.trained_samples_per_s:.4g}",
+            f"{replayed.samples_per_s:.4g}",
+            f"{replayed.trained_samples_per_s:.4g}",
             f"{ratio:.3f}x",
-            str(one.num_redone),
-            str(one.num_restarts),
+            str(replayed.num_redone),
+            str(replayed.num_restarts),
         )
-        ledger.add_row(name, *(share_cell(_share(one, category)) for category in spent))
+        ledger.add_row(name, *(share_cell(_share(replayed, category)) for category in spent))
     heading = Text(f"{run.name}: {count_text(len(run.iterations), 'iteration')}", style="bold")
-    errors = [Text(f"{name}: {one}") for name, one in policies.items() if isinstance(one, str)]
+    errors = [
+        Text(f"{name}: {replayed}")
+        for name, replayed in policies.items()
+        if isinstance(replayed, str)
+    ]
     return Group(heading, table, *errors, Text("Share of the time:"), ledger)
 
 
-def _share(one: ReplayedRun | str, category: Category) -> float:
-    return 0.0 if isinstance(one, str) else one.ledger[category] / one.ledger["wall"]
+def _share(replayed: ReplayedRun | str, category: Category) -> float:
+    if isinstance(replayed, str):
+        return 0.0
+    return replayed.ledger[category] / replayed.ledger["wall"]
 
 
 def _table(first: str, *headings: str) -> Table:

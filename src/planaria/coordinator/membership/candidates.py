@@ -112,20 +112,20 @@ def on_leave_request(
         leave = members.postponed[node] if leave.kind is ChangeKind.DRAIN else leave
         postponed = {n: other for n, other in members.postponed.items() if n != node}
         members = replace(members, postponed=postponed)
-    told: tuple[Notify, ...] = ()
+    notices: tuple[Notify, ...] = ()
     if isinstance(event, NoticeTaken) and event.reason:
         # What its workers have raised is the machine's fault, and not the job's.
         crashes = tuple(crash for crash in state.troubles.crashes if crash.node != node)
         state = replace(state, troubles=replace(state.troubles, crashes=crashes))
         text = f"node {node} leaves the job, because its machine is unfit: {event.reason}"
-        told = (Notify(Warned(text=text, unfit=(node,), event="unfit")),)
+        notices = (Notify(Warned(text=text, unfit=(node,), event="unfit")),)
     if state.is_member(node):
         members = replace(members, leaving={**members.leaving, node: leave})
-        return replace(state, membership=members), told
+        return replace(state, membership=members), notices
     if node in members.candidates:
         text = f"node {node}, which had no work yet, leaves as it was asked to"
-        told = told or (Notify(Warned(text=text, left=(node,))),)
-        return _without_candidate(state, node), (Evict((node,)), *told)
+        notices = notices or (Notify(Warned(text=text, left=(node,))),)
+        return _without_candidate(state, node), (Evict((node,)), *notices)
     if node in members.gone and isinstance(event, DrainRequested):  # Somebody waits for it.
         return state, (Notify(Warned(text=f"node {node} has left already", left=(node,))),)
     if leave.kind is ChangeKind.DRAIN and node not in members.gone:

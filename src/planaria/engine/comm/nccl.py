@@ -255,15 +255,16 @@ class NcclComm:
 
     def _warm(self, key: GroupKey, group: Group) -> None:
         place, size = self._device.place, len(_ranks_of(key))
-        one = torch.ones(1, device=place)
+        number = torch.ones(1, device=place)
         if key[0] == _SUM:
             parts = torch.ones(size, device=place)
             group.alltoall_base(torch.empty_like(parts), parts, [], [])
-            group._allgather_base(torch.empty_like(parts), one).wait()  # So the other is over, too.
+            # So the other is over, too.
+            group._allgather_base(torch.empty_like(parts), number).wait()
         elif _ranks_of(key)[0] == self._links.rank:
-            group.send([one], 1, 0).wait()
+            group.send([number], 1, 0).wait()
         else:
-            group.recv([one], 0, 0).wait()
+            group.recv([number], 0, 0).wait()
         self._device.finish()
 
     # -- messages -----------------------------------------------------------------------------

@@ -126,8 +126,8 @@ class _ImportedState:
         shapes = self.model.parameter_shapes(layer)
         names = {f"parameter/{name}": self.parameters[name] for name in shapes}
         for name in shapes:
-            found = self.optimizer.get(name, {})
-            names |= {f"optimizer/{name}/{key}": place for key, place in found.items()}
+            places = self.optimizer.get(name, {})
+            names |= {f"optimizer/{name}/{key}": place for key, place in places.items()}
         tensors = self.source.read(set(names.values()))
         for name, shape in shapes.items():
             own = tensors[self.parameters[name]].shape
@@ -179,13 +179,15 @@ def _find_state(
         parameters[name] = next((each for each in known if each in source.names), "")
         if not parameters[name]:
             raise ConfigError("SOURCE", where, _lacking_text(source, name, job.model.kind))
-    found = _optimizer_names(source.names)
+    by_parameter = _optimizer_names(source.names)
     optimizer = {
-        name: next((found[each] for each in aliases.get(name, [name]) if each in found), {})
+        name: next(
+            (by_parameter[each] for each in aliases.get(name, [name]) if each in by_parameter), {}
+        )
         for name in shapes
     }
     kept = {n: _optimizer_keys(job.training, n) for n in {len(shape) for shape in shapes.values()}}
-    for name, shape in shapes.items() if found else ():
+    for name, shape in shapes.items() if by_parameter else ():
         keys = kept[len(shape)]
         if optimizer[name].keys() != keys:
             remedy = (
@@ -207,15 +209,15 @@ def _find_state(
 
 def _optimizer_names(names: Collection[str]) -> dict[str, dict[str, str]]:
     """The names of the optimizer's tensors, by parameter and key."""
-    found: dict[str, dict[str, str]] = {}
+    by_parameter: dict[str, dict[str, str]] = {}
     for prefix in _OPTIMIZERS:
         for place in names:
             if place.startswith(prefix):
                 name, _, key = place.removeprefix(prefix).rpartition(".")
-                found.setdefault(name, {})[key] = place
-        if found:
+                by_parameter.setdefault(name, {})[key] = place
+        if by_parameter:
             break
-    return found
+    return by_parameter
 
 
 def _optimizer_keys(training: TrainingConfig, num_dimensions: int) -> set[str]:

@@ -116,13 +116,13 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         """The class or constant of this name; see pickle.Unpickler."""
         if (module, name) in _PLAIN or (module in _DESCRIBING and name.isidentifier()):
-            found = super().find_class(module, name)
-            if (module, name) in _PLAIN or getattr(found, "__module__", "") == module:
-                return found
+            value = super().find_class(module, name)
+            if (module, name) in _PLAIN or getattr(value, "__module__", "") == module:
+                return value
         if module == "torch" and isinstance(
-            found := getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
+            value := getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
         ):
-            return found
+            return value
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 

@@ -83,9 +83,9 @@ class WholeModel:
         for name, shape in shapes.items():
             array = state.get(f"parameter/{name}")
             if array is None or array.shape != tuple(shape):
-                found = "no" if array is None else f"a {array.shape}"
+                actual = "no" if array is None else f"a {array.shape}"
                 raise CheckpointError(
-                    f"layer {layer} of the save has {found} parameter {name}, and the model that "
+                    f"layer {layer} of the save has {actual} parameter {name}, and the model that "
                     f"its manifest describes has one of {tuple(shape)}"
                 )
             with torch.no_grad():

@@ -96,7 +96,9 @@ class _Decider:
         transitions = policy_of(rules, state).propose(plan, inputs.cluster, event, prices)
         if inputs.changed is None:
             if inputs.cluster.lost_layers(rules.num_layers):
-                transitions = tuple(one for one in transitions if one.goes_back)
+                transitions = tuple(
+                    transition for transition in transitions if transition.goes_back
+                )
             best, _ = choice_among(rules, state, transitions, inputs.priced_s)
             return best
         weighed = weighed_changes(

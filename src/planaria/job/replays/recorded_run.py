@@ -174,7 +174,7 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
         _plan_damage(plans, config.num_microbatches, len(profile.layers))
         or _iteration_damage(iterations, plans, ledger)
         or next(
-            filter(None, (_event_damage(one, plans, len(profile.layers)) for one in events)), ""
+            filter(None, (_event_damage(event, plans, len(profile.layers)) for event in events)), ""
         )
     )
     if reason:
@@ -195,8 +195,8 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
         ledger=ledger,
         first_iteration=_value(report["first_iteration"], int),
         evaluated_s={
-            one.iteration: one.seconds
-            for one in _value(report.get("evaluations", []), tuple[_Evaluation, ...])
+            evaluation.iteration: evaluation.seconds
+            for evaluation in _value(report.get("evaluations", []), tuple[_Evaluation, ...])
         },
     )
 

@@ -211,7 +211,7 @@ class _Happenings:
     @property
     def in_order(self) -> Sequence[tuple[float, int, _Happen]]:
         """All of them, as (time, number, what is done), in order of time."""
-        return sorted(self._happenings, key=lambda one: one[:2])
+        return sorted(self._happenings, key=lambda happening: happening[:2])
 
     def add(self, at_s: float, happen: _Happen) -> None:
         """Adds something that happens."""
@@ -219,7 +219,7 @@ class _Happenings:
 
 
 def _happenings(run: RecordedRun) -> _Happenings:
-    found, lost = _Happenings(), set[int]()
+    happenings, lost = _Happenings(), set[int]()
     for event in run.events:
         if not event.fired or event.at_s < 0.0:
             continue
@@ -231,22 +231,22 @@ def _happenings(run: RecordedRun) -> _Happenings:
         )
         if gone:
             lost.update(gone)
-            found.add(event.at_s, partial(_lose, gone))
+            happenings.add(event.at_s, partial(_lose, gone))
         elif event.kind in ("join", "joined") and event.nodes:
-            found.add(event.at_s, partial(_take_back, event.nodes))
+            happenings.add(event.at_s, partial(_take_back, event.nodes))
         elif event.kind in ("preempt", "drained") and event.nodes:
             notice_s = event.value or run.planned.config.cluster.notice_s
-            found.add(event.at_s, partial(_give_notice, event.nodes, notice_s))
+            happenings.add(event.at_s, partial(_give_notice, event.nodes, notice_s))
         elif event.kind == "unslowed" or (event.kind == "slow" and event.value):
             speed = 1.0 / event.value if event.kind == "slow" else 1.0
             speeds = dict.fromkeys(event.nodes, speed)
-            found.add(event.at_s, partial(_set_speeds, speeds))
+            happenings.add(event.at_s, partial(_set_speeds, speeds))
         elif inputs and inputs.lost and event.over_at_s > event.at_s:
-            found.stood_for.append(event)
-            found.add(event.at_s, partial(_stand_still, event.over_at_s))
+            happenings.stood_for.append(event)
+            happenings.add(event.at_s, partial(_stand_still, event.over_at_s))
         elif event.kind != "reformed":
-            found.left_out.append(event)
-    return found
+            happenings.left_out.append(event)
+    return happenings
 
 
 def _lose(nodes: tuple[int, ...], job: PlanariaRun, now_s: float) -> None:

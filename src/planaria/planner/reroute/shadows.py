@@ -89,7 +89,9 @@ def _plan_of_fitting_templates(
 ) -> PricedPlan | None:
     """The plan with shadows on the same nodes, of the templates that have memory for them; None if
     there is none."""
-    fitting = {n: one for n, one in templates.items() if _fits_with_shadows(problem, one)}
+    fitting = {
+        n: template for n, template in templates.items() if _fits_with_shadows(problem, template)
+    }
     if not fitting:
         return None
     try:
@@ -111,4 +113,4 @@ def _needed_bytes(problem: Problem, plan: Plan) -> int:
     """The memory that a device needs for the plan with shadows, with one microbatch in flight."""
     copies = problem.gradient_copies
     bytes_of = bytes_by_rank(problem.profile, with_shadows(plan), gradient_copies=copies)
-    return max(one.state_bytes + one.microbatch_bytes for one in bytes_of.values())
+    return max(memory.state_bytes + memory.microbatch_bytes for memory in bytes_of.values())

@@ -174,7 +174,7 @@ class Trials:
         self._watch(stage, 0, len(tasks))
         for number, (task, result) in enumerate(zip(tasks, results, strict=True), start=1):
             for trial, outcomes in zip(task, result, strict=True):
-                self._outcomes[trial.choice].update({one.seed: one for one in outcomes})
+                self._outcomes[trial.choice].update({outcome.seed: outcome for outcome in outcomes})
             self._watch(stage, number, len(tasks))
         return can_play
 
@@ -235,7 +235,7 @@ def _play_group(
         own = replace(scenario, setting=trial.setting)
         outcomes = (play(own, system, seed) for seed in trial.seeds)
         # What is only drawn is left out, since it would have to be sent.
-        played.append(tuple(replace(one, curve=(), lost_at_s=()) for one in outcomes))
+        played.append(tuple(replace(outcome, curve=(), lost_at_s=()) for outcome in outcomes))
     return played
 
 
@@ -372,7 +372,7 @@ def _policy_rivals(
         of_policy.setdefault(choice.policy, []).append(choice)
     of_policy.pop(leader.policy, None)
     best = [trials.best(choices, choosing) for choices in of_policy.values()]
-    return [replace(one, save_min=leader.save_min, copies=leader.copies) for one in best]
+    return [replace(choice, save_min=leader.save_min, copies=leader.copies) for choice in best]
 
 
 def _neighbours(space: Space, leader: Choice) -> list[Choice]:
@@ -406,7 +406,7 @@ def _gain(
     if not all(other.samples for _, other in pairs):
         return None
     return interval(
-        [one.samples_per_s / other.samples_per_s - 1.0 for one, other in pairs], level=level
+        [outcome.samples_per_s / other.samples_per_s - 1.0 for outcome, other in pairs], level=level
     )
 
 
@@ -425,7 +425,9 @@ def _spares_pay(
     choosing, measuring = seeds
     policy = leader.policy
     if policy in space.slow_policies:
-        policy = next((one.policy for one in screened if one.policy in space.policies), policy)
+        policy = next(
+            (choice.policy for choice in screened if choice.policy in space.policies), policy
+        )
     numbers = [number for number in space.num_spares if number]
     if trials_at is None or leader.num_spares or not numbers or not policy:
         return None

@@ -308,4 +308,4 @@ def ratios(outcomes: Sequence[JobOutcome], others: Sequence[JobOutcome]) -> Inte
     pairs = list(zip(outcomes, others, strict=True))
     if not all(other.samples for _, other in pairs):
         return None
-    return interval([one.samples_per_s / other.samples_per_s for one, other in pairs])
+    return interval([outcome.samples_per_s / other.samples_per_s for outcome, other in pairs])

@@ -567,9 +567,9 @@ class PlanariaRun:
 
     def _tell_saved(self, published: Sequence[Published], now_s: float) -> None:
         """Tells the coordinator of saves that are complete, and of those that are removed."""
-        for one in published:
-            self.account.settle(one.iteration)
-            self._deliver((one, *self._saves.on_published(one)), now_s)
+        for save in published:
+            self.account.settle(save.iteration)
+            self._deliver((save, *self._saves.on_published(save)), now_s)
 
     def _end(self, now_s: float) -> None:
         """The job is over; its user starts it again from the newest save, with enough nodes."""

@@ -205,19 +205,19 @@ def _state(live: tuple[Node, str] | None, node: int, held: Mapping[int, frozense
     """What is special of a node; empty: it lives and holds what its plan says."""
     if live is None:
         return "lost"
-    one, leaving = live
-    first = node * len(one.held)
+    member, leaving = live
+    first = node * len(member.held)
     none: frozenset[int] = frozenset()
-    if len(one.held) == 1:  # So it is faster.
-        is_usual = one.held[0] == held.get(first, none)
+    if len(member.held) == 1:  # So it is faster.
+        is_usual = member.held[0] == held.get(first, none)
     else:
         is_usual = all(
-            layers == held.get(first + device, none) for device, layers in enumerate(one.held)
+            layers == held.get(first + device, none) for device, layers in enumerate(member.held)
         )
-    if is_usual and one.is_trusted and not leaving and one.kind == PROFILED_KIND:
+    if is_usual and member.is_trusted and not leaving and member.kind == PROFILED_KIND:
         return ""
-    layers = () if is_usual else tuple(tuple(sorted(layers)) for layers in one.held)
-    return layers, one.kind, one.is_trusted, leaving
+    layers = () if is_usual else tuple(tuple(sorted(layers)) for layers in member.held)
+    return layers, member.kind, member.is_trusted, leaving
 
 
 def _limits(plan: Plan, pipeline: Pipeline) -> object:

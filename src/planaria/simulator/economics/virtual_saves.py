@@ -83,4 +83,4 @@ class VirtualSaves:
         if not self._keep or len(self._kept) <= self._keep:
             return ()
         removed, self._kept = self._kept[: -self._keep], self._kept[-self._keep :]
-        return [Pruned(one.source) for one in removed]
+        return [Pruned(save.source) for save in removed]

@@ -58,7 +58,7 @@ async def examine_machines(
         await measuring.measure_from_head(machine)
     for pairs in tournament(len(machines)):
         await asyncio.gather(
-            *(measuring.measure_pair(machines[one], machines[other]) for one, other in pairs)
+            *(measuring.measure_pair(machines[index], machines[other]) for index, other in pairs)
         )
     return ClusterCheckup(
         head_versions=versions_of_this_machine(),
@@ -112,10 +112,10 @@ class _Paths:
         self._can_load = can_load
         self._end_s = end_s
 
-    async def measure_pair(self, one: MachineHandle, other: MachineHandle) -> None:
+    async def measure_pair(self, machine: MachineHandle, other: MachineHandle) -> None:
         """Measures both directions, unless two agents of one machine are meant."""
-        if link_class(one.facts, other.facts) is not LinkClass.MACHINE:
-            for source, target in ((one, other), (other, one)):
+        if link_class(machine.facts, other.facts) is not LinkClass.MACHINE:
+            for source, target in ((machine, other), (other, machine)):
                 await self._measure(source.name, target, source.measure)
 
     async def measure_from_head(self, target: MachineHandle) -> None:
@@ -167,5 +167,5 @@ def tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        yield [(one, other) for one, other in pairs if one >= 0 and other >= 0]
+        yield [(machine, other) for machine, other in pairs if machine >= 0 and other >= 0]
         circle[1:] = [circle[-1], *circle[1:-1]]

@@ -21,20 +21,20 @@ class LinkClass(StrEnum):
     FAR = "inter_domain"
 
 
-def link_class(one: MachineFacts, other: MachineFacts) -> LinkClass:
+def link_class(machine: MachineFacts, other: MachineFacts) -> LinkClass:
     """The class of the link between two machines, or two agents of one machine."""
-    if one.host == other.host:
+    if machine.host == other.host:
         return LinkClass.MACHINE
-    return LinkClass.NEAR if one.domain == other.domain else LinkClass.FAR
+    return LinkClass.NEAR if machine.domain == other.domain else LinkClass.FAR
 
 
 def first_pairs(machines: Sequence[MachineFacts]) -> dict[LinkClass, tuple[int, int]]:
     """The first two machines of each class of links that there is between machines, by index."""
     pairs: dict[LinkClass, tuple[int, int]] = {}
-    for one, other in combinations(range(len(machines)), 2):
-        kind = link_class(machines[one], machines[other])
+    for index, other in combinations(range(len(machines)), 2):
+        kind = link_class(machines[index], machines[other])
         if kind is not LinkClass.MACHINE and kind not in pairs:
-            pairs[kind] = one, other
+            pairs[kind] = index, other
     return pairs
 
 
