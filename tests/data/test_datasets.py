@@ -60,7 +60,7 @@ def test_saved_token_rows_are_cut_and_shifted(tmp_path: Path) -> None:
     assert targets.tolist() == [[6, 7, 8, IGNORED], [2, 3, 4, IGNORED]]
     assert num_targets(dataset, np.array([1, 0]), seed=0) == 6
     assert dataset.vocabulary_size == 10
-    assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 10
+    assert vocabulary_size(data, cache_directory=tmp_path / "cache", seed=0) == 10
 
 
 def test_saved_rows_that_are_short_are_padded_in_their_microbatch(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_saved_classes_are_supervised_targets(tmp_path: Path) -> None:
 
     assert targets.tolist() == [1, 2]
     assert targets.dtype == torch.int64
-    assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 5
+    assert vocabulary_size(data, cache_directory=tmp_path / "cache", seed=0) == 5
     assert num_targets(dataset, np.array([2, 0]), seed=0) == 2
 
 
@@ -371,7 +371,7 @@ def test_random_transforms_are_a_function_of_seed_and_sample(
     assert not torch.equal(first, microbatch(dataset, samples, seed=7)[0])
     assert not torch.equal(first[0] - 40, first[1] - 10)
     assert before == after
-    assert vocabulary_size(user_module(monkeypatch, Noisy), cache_directory=tmp_path) == 12
+    assert vocabulary_size(user_module(monkeypatch, Noisy), cache_directory=tmp_path, seed=0) == 12
 
 
 def test_a_dataset_is_built_under_the_jobs_seed(
@@ -553,7 +553,7 @@ def test_a_file_of_token_ids_is_cut_into_samples(tmp_path: Path, dtype: str) -> 
     inputs, targets = dataset.sample(5, seed=0)
     assert inputs.tolist() == [50_256, *range(41, 48)]
     assert targets.tolist() == list(range(41, 49))
-    assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 50_257
+    assert vocabulary_size(data, cache_directory=tmp_path / "cache", seed=0) == 50_257
     assert num_targets(dataset, np.array([0, 1]), seed=0) == 16
     masked = load(data, tmp_path / "cache", objective="masked")
     assert masked.vocabulary_size == 50_258
@@ -565,7 +565,7 @@ def test_another_file_under_the_same_name_is_scanned_again(tmp_path: Path) -> No
     data = DataConfig(kind="tokens", path=str(path), sequence_length=4)
     for largest, length in ((7, 20), (9, 24)):
         np.full(length, largest, dtype="<u2").tofile(path)
-        assert vocabulary_size(data, cache_directory=tmp_path / "cache") == largest + 1
+        assert vocabulary_size(data, cache_directory=tmp_path / "cache", seed=0) == largest + 1
 
 
 @pytest.mark.parametrize(

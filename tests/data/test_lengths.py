@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.saved_datasets import load
+from helpers.saved_datasets import load, saved_dataset
 from planaria.core.job import DataConfig
+from planaria.data.datasets import load_dataset, vocabulary_size
 from planaria.errors import ConfigError
 
 
@@ -45,3 +47,42 @@ def test_user_datasets_without_a_length_are_refused(
     assert caught.value.field == "data.target"
     with pytest.raises(ValueError, match="no number"):
         load(data, tmp_path, objective="supervised")
+
+
+def test_what_builds_a_data_set_always_runs_with_the_jobs_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it draws may be kept for the held-out part. A rank asked for the vocabulary with seed 0
+    first, its loaders with the job's seed, so the two had different parts."""
+    drawn: list[float] = []
+
+    def make() -> list[tuple[Tensor, Tensor]]:
+        drawn.append(float(torch.rand(1)))
+        return [(torch.zeros(1), torch.zeros(1))]
+
+    module = ModuleType("user_lengths")
+    module.make = make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "user_lengths", module)
+    data = DataConfig(kind="python", target="user_lengths:make")
+    vocabulary_size(data, cache_directory=tmp_path, seed=7)
+    load_dataset(data, objective="supervised", seed=7, cache_directory=tmp_path)
+    load_dataset(data, objective="supervised", seed=0, cache_directory=tmp_path)
+
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"input_ids": [[1, 2, None, 4]]}, "input_ids has nulls, 1 in all"),
+        ({"input_ids": [[1, 2], None]}, "input_ids has nulls, 1 in all"),
+        ({"input_ids": [[1, 2]] * 2, "labels": [[1, 2], [None, 2]]}, "labels has nulls, 1"),
+    ],
+)
+def test_nulls_in_a_saved_data_set_are_refused(
+    columns: dict[str, list[object]], words: str, tmp_path: Path
+) -> None:
+    """They were read as the least number that there is."""
+    data = replace(saved_dataset(tmp_path, columns), sequence_length=2)
+    with pytest.raises(ConfigError, match=words):
+        load(data, tmp_path)

@@ -59,7 +59,7 @@ def test_hidden_tokens_are_words_and_their_place_takes_the_tokenizers_mask(tmp_p
         assert num_targets(dataset, samples, seed=3) == 2 * len(ROWS)
         assert 0.6 < float((inputs[is_hidden] == 4).float().mean()) < 0.95
         assert torch.equal(inputs[~is_hidden], tokens[~is_hidden])
-        assert dataset.vocabulary_size == vocabulary_size(data, **arguments) == 13
+        assert dataset.vocabulary_size == vocabulary_size(data, seed=0, **arguments) == 13
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
@@ -86,7 +86,7 @@ def test_text_becomes_the_tokens_of_transformers(tmp_path: Path, objective: str)
 
     tokens = 7 * [*range(5, 13), 3, *(80 * [11, 12, 5])]
     assert len(dataset) == len(held_out) == len(tokens) // 16
-    assert dataset.vocabulary_size == vocabulary_size(data, **arguments) == 13
+    assert dataset.vocabulary_size == vocabulary_size(data, seed=0, **arguments) == 13
     for number in range(len(dataset)):
         inputs, targets = dataset.sample(number, seed=1)
         expected = torch.tensor(tokens[16 * number : 16 * number + 17])

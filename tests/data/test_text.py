@@ -108,7 +108,7 @@ def test_masks_are_a_function_of_seed_and_sample(tmp_path: Path) -> None:
     assert not torch.equal(here[1], later[1])
     assert not torch.equal(here[1][0], here[1][1])
     assert dataset.vocabulary_size == vocabulary_size(
-        data, cache_directory=tmp_path, objective="masked"
+        data, cache_directory=tmp_path, seed=0, objective="masked"
     )
     assert dataset.vocabulary_size == 257
     assert int(here[0].max()) == 256

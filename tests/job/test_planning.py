@@ -155,6 +155,19 @@ def test_a_run_begins_with_an_epoch_that_no_save_has(tmp_path: Path) -> None:
     assert plan_job(config, Prepared(profile=profile), start=start).plan.epoch == 2
 
 
+def test_a_save_of_a_model_with_other_layers_is_refused_before_any_node_starts(
+    tmp_path: Path,
+) -> None:
+    """A rank looked for a layer in vain, and all saves were set aside as damaged."""
+    config = load_job(PACED, overrides=[f"checkpoint.directory={tmp_path}"])
+    profile, tier = given_profile(config), tier_of(str(tmp_path))
+    files = (tier.write_layer(20, 1, 0, {"parameter/w": np.zeros(3, np.float32)}),)
+    manifest = Manifest(iteration=20, epoch=1, job=dict(fingerprint(config)), layers=files)
+
+    with pytest.raises(ConfigError, match=r"has \d+ layers, and the checkpoint in .* has 1; give"):
+        plan_job(config, Prepared(profile=profile), start=Start(manifest, epoch=2))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

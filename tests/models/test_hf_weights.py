@@ -122,3 +122,37 @@ def test_a_head_that_the_job_replaces_is_not_told(is_base: bool, tmp_path: Path)
     assert f"{base}encoder.layer.3." in fewer[0]
     if not is_base:
         assert "cls.seq_relationship" in split_of({}, path=path).notes[0]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """As a pointer that git-lfs left; it ended in a traceback that names no file."""
+    whole_of(FAMILIES["gpt2"]).save_pretrained(tmp_path, max_shard_size="100KB")
+    shard = min(tmp_path.glob("model-*.safetensors"))
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=f"{shard.name} cannot be read") as caught:
+        split_of({}, path=str(tmp_path))
+    assert caught.value.field == "model.path"
+
+    (tmp_path / "model.safetensors.index.json").write_text("version https")
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json cannot be read"):
+        split_of({}, path=str(tmp_path))
+
+
+def test_one_file_comes_before_the_index_of_an_older_save(tmp_path: Path) -> None:
+    """As in transformers, which leaves the index where it saves a smaller model over a sharded one.
+    Other weights were taken, or none found."""
+    whole = whole_of(FAMILIES["gpt2"])
+    whole.save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = {path: path.read_bytes() for path in tmp_path.glob("model*")}
+    assert len(shards) > 2
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(1.0)
+    whole.save_pretrained(tmp_path)
+    for path, content in shards.items():
+        path.write_bytes(content)
+
+    layer = split_of({}, path=str(tmp_path)).materialise(0)
+
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(whole.get_parameter(name), parameter), name

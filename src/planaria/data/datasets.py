@@ -166,10 +166,15 @@ def vocabulary_size(
     data: DataConfig,
     *,
     cache_directory: Path,
+    seed: int,
     objective: str = "causal",
     model: ModelConfig = _FRESH_MODEL,
 ) -> int:
     """The vocabulary_size of the data's dataset; text is tokenised for the model's tokens alone.
+
+    Args:
+        seed: seed of the job, with which the function that builds a "python" dataset always runs:
+            what it draws may be kept for other datasets.
 
     Raises:
         ConfigError: see `load_dataset`.
@@ -183,7 +188,7 @@ def vocabulary_size(
         if "input_ids" in columns and (objective == "causal" or "labels" in columns):
             return num_row_ids(saved, path, cache_directory)
     return load_dataset(
-        data, objective=objective, seed=0, cache_directory=cache_directory, model=model
+        data, objective=objective, seed=seed, cache_directory=cache_directory, model=model
     ).vocabulary_size
 
 

@@ -49,9 +49,25 @@ def integer_lists(saved: Any, column: str, path: str) -> Any:
     if any(is_kind(values.type) for is_kind in kinds):
         kind = values.type.value_type
         if arrow.types.is_integer(kind) or (column == MASKS and arrow.types.is_boolean(kind)):
+            refuse_nulls(values, column, path)
             return values
     remedy = f"its column {column} holds {values.type}; planaria takes lists of integers"
     raise ConfigError("data.path", path, remedy)
+
+
+def refuse_nulls(values: Any, column: str, path: str) -> None:
+    """Refuses a column of a saved data set that lacks values, which would be read as some number.
+
+    Raises:
+        ConfigError: a row is null, or has a null in it.
+    """
+    arrow, compute = arrow_modules()
+    num_nulls = values.null_count
+    if arrow.types.is_list(values.type) or arrow.types.is_large_list(values.type):
+        num_nulls += compute.list_flatten(values).null_count
+    if num_nulls:
+        remedy = f"its column {column} has nulls, {num_nulls} in all; leave out the rows with them"
+        raise ConfigError("data.path", path, remedy)
 
 
 def lengths_without_padding(saved: Any, path: str) -> npt.NDArray[np.int32]:

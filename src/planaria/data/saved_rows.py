@@ -27,6 +27,7 @@ from planaria.data.padding import (
     integer_lists,
     lengths_without_padding,
     refuse_inner_padding,
+    refuse_nulls,
     refuse_unequal_rows,
 )
 from planaria.data.text import TextSource, TokenDataset, causal_pair, make_once, text_dataset
@@ -303,7 +304,9 @@ def _checked_lengths(
 
 
 def _check_labels(rows: Any, path: str) -> None:
-    """Refuses labels of which the first row makes no tensor: text, or lists of unequal lengths."""
+    """Refuses labels with nulls, and those of which the first row makes no tensor: text, or lists
+    of unequal lengths."""
+    refuse_nulls(rows.data.column("labels"), "labels", path)
     labels = np.asarray(rows[0]["labels"])
     if labels.dtype.kind not in "biuf":
         remedy = f"its column labels holds {labels.dtype}; planaria takes numbers"
@@ -311,7 +314,13 @@ def _check_labels(rows: Any, path: str) -> None:
 
 
 def num_row_ids(saved: Any, path: str, cache_directory: Path) -> int:
-    """One more than the largest number in the column input_ids."""
+    """One more than the largest number in the column input_ids.
+
+    Raises:
+        ConfigError: there is no row, or see `integer_lists`.
+    """
+    if not len(saved):
+        raise ConfigError("data.path", path, "it has no rows")
     values = integer_lists(saved, "input_ids", path)
 
     def ends() -> tuple[int, int]:

@@ -66,9 +66,15 @@ def load_model(
         )
 
     def split(objective: str) -> SplitModel:
-        size = vocabulary_size(
-            job.data, cache_directory=cache_directory, objective=objective, model=job.model
-        )
+        size = 0
+        if job.model.kind == "hf":  # Own layers do not ask for it.
+            size = vocabulary_size(
+                job.data,
+                cache_directory=cache_directory,
+                seed=job.training.seed,
+                objective=objective,
+                model=job.model,
+            )
         return split_model(
             job.model,
             seed=job.training.seed,

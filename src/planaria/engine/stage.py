@@ -294,13 +294,25 @@ class HeldLayer:
         self.age = age
 
     def _refuse_other_parameters(self, state: State) -> None:
-        """Refuses a state without a trained parameter, or with another value of a frozen one."""
+        """Refuses a state without a trained parameter, or with another shape of one, or with
+        another value of a frozen one."""
         for name, parameter in self.parameters.items():
             saved = state.get(f"parameter/{name}")
             if saved is None and name in self.masters:
-                remedy = "it is trained now, and was frozen when the save was made; begin a new job"
+                remedy = (
+                    "the save does not have it: it was frozen then, or the model is another one; "
+                    "begin a new job"
+                )
                 raise ConfigError("model", name, remedy)
-            if saved is None or name in self.masters:
+            if saved is None:
+                continue
+            if tuple(saved.shape) != tuple(parameter.shape):
+                remedy = (
+                    f"its shape is {tuple(parameter.shape)}, and {tuple(saved.shape)} in the save; "
+                    "give the model that was saved, or begin a new job"
+                )
+                raise ConfigError("model", name, remedy)
+            if name in self.masters:
                 continue
             value = as_tensor(saved).to(parameter.dtype)
             if not torch.equal(value, parameter.detach().cpu()):

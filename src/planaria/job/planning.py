@@ -175,6 +175,17 @@ def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
     )
 
 
+def _check_same_layers(config: JobConfig, manifest: Manifest | None, num_layers: int) -> None:
+    """Refuses a model of other layers than the save's, before a rank looks for them in vain."""
+    num_saved = len(manifest.layers) if manifest else 0
+    if num_saved not in (0, num_layers):
+        remedy = (
+            f"it has {num_layers} layers, and the checkpoint in {config.checkpoint.directory} has "
+            f"{num_saved}; give the model that was saved, or begin anew in another directory"
+        )
+        raise ConfigError("model", config.model.target or config.model.path, remedy)
+
+
 def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
     directory = config.checkpoint.directory
     settings = msgspec.to_builtins(fingerprint(config))
@@ -371,6 +382,7 @@ def plan_job(
     """
     assert prepared.profile is not None
     manifest, epoch = start.manifest, start.epoch
+    _check_same_layers(config, manifest, len(prepared.profile.layers))
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
     max_nodes = max(num_nodes, config.cluster.max_nodes)
     with worded_for_job(config):

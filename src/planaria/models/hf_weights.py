@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -187,10 +187,14 @@ def _entries(directory: Path) -> Iterator[_Entry]:
     if files and (method := keys_on_disk(str(directory)).get(QUANTISATION)):
         raise _quantised_error(directory, f"its config.json has {QUANTISATION} = {method}")
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
-                part = file.get_slice(key)
-                yield _Entry(path, key, torch.Size(part.get_shape()), part.get_dtype())
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+                    part = file.get_slice(key)
+                    yield _Entry(path, key, torch.Size(part.get_shape()), part.get_dtype())
+        except (OSError, SafetensorError) as error:  # As of a pointer of git-lfs, or half a file.
+            remedy = f"{path.name} cannot be read: {error}"
+            raise ConfigError("model.path", str(directory), remedy) from error
 
 
 def _refuse_codes(directory: str, entry: _Entry, target: Tensor) -> None:
@@ -250,13 +254,20 @@ def _natural(key: str) -> list[tuple[bool, int, str]]:
     ]
 
 
+def _indexed_names(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        remedy = f"{index.name} cannot be read: {error!r}"
+        raise ConfigError("model.path", str(index.parent), remedy) from error
+
+
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = [directory / name for name in sorted(set(names))]
-    elif (directory / "model.safetensors").is_file():
-        files = [directory / "model.safetensors"]
+    index, whole = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if whole.is_file():  # It comes first in transformers, too: an index may be an older save's.
+        files = [whole]
+    elif index.is_file():
+        files = [directory / name for name in _indexed_names(index)]
     else:
         files = sorted(directory.glob("*.safetensors"))
     missing = [path.name for path in files if not path.is_file()]

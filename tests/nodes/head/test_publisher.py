@@ -231,6 +231,17 @@ def test_a_save_that_one_node_cannot_read_and_the_head_can_stays_in_use(
     assert newest.iteration == 4
 
 
+def test_a_save_without_a_layer_that_is_asked_for_is_not_set_aside(tmp_path: Path) -> None:
+    """A resumed job had a model of more layers, and all good saves were called damaged."""
+    told = ToldPublisher(tmp_path)
+    told.publish(4)
+    told.publisher.check_save("4-0", 1)
+
+    assert told.events[-1] == SaveChecked("4-0", is_sound=False)
+    assert not (tmp_path / "4-0" / "damaged.json").exists()
+    assert told.tier.newest() is not None
+
+
 def test_a_save_that_the_head_cannot_read_either_now_is_not_set_aside(
     tmp_path: Path,
 ) -> None:

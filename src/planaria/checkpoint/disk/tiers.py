@@ -304,6 +304,9 @@ class Tier:
                 another time.
         """
         manifest = self.manifest(version)
+        if layer >= 0 and all(entry.layer != layer for entry in manifest.layers):
+            # Nothing is damaged: who asks has another model.
+            raise UnreadableError(f"{self.storage.where(version)} has no layer {layer}")
         if layer >= 0:
             self._layer_content(manifest, layer)
 

@@ -66,7 +66,11 @@ def import_state(
         raise ConfigError("model.kind", job.model.kind, "its layers have no state to import")
     model = load_model(job, cache_directory=cache_directory, profile=None, timekeeper=Timekeeper())
     size = vocabulary_size(
-        job.data, cache_directory=cache_directory, objective=model.objective, model=job.model
+        job.data,
+        cache_directory=cache_directory,
+        seed=job.training.seed,
+        objective=model.objective,
+        model=job.model,
     )
     state = _find_state(state_source(directory), model, job, where=str(directory))
     number = state.iteration() if iteration < 0 else iteration
