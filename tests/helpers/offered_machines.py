@@ -52,6 +52,7 @@ class OfferedMachine:
         servers: its fork servers, the newest last.
         clock: its clock.
         are_servers_ready: whether further fork servers have imported torch at once.
+        server_error: why no fork server can be started; None: one can.
         other_heads: addresses that are named before that of the head.
     """
 
@@ -64,6 +65,7 @@ class OfferedMachine:
         self.servers: list[FakeForkServer] = []
         self.clock = Clock()
         self.are_servers_ready = True
+        self.server_error: OSError | None = None
         self.other_heads: tuple[Address, ...] = ()
         self._job = job
         monkeypatch.setattr(machine, "time", self.clock)
@@ -79,6 +81,8 @@ class OfferedMachine:
         """What the machine is told by its user."""
 
         def server(*_: object) -> ForkServer:
+            if self.server_error is not None:
+                raise self.server_error
             self.servers.append(FakeForkServer())
             self.server.is_ready = self.are_servers_ready
             return cast(ForkServer, self.server)

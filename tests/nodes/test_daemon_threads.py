@@ -61,6 +61,20 @@ async def test_a_machine_that_can_start_no_thread_is_to_be_started_again(
 
 
 @runs
+async def test_a_machine_that_can_start_no_fork_server_is_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predecessor's processes may still be there. It was out for the rest of the job."""
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        made.server_error = OSError("too many processes")
+        line = await made.head.next_line()
+        line.tell(made.offer())
+
+        assert await running == EXIT_AGAIN
+        assert any("no fork server can be started here: too many" in note for note in made.notes)
+
+
+@runs
 async def test_a_machine_that_cannot_be_examined_after_its_node_is_to_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

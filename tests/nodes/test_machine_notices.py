@@ -15,7 +15,8 @@ from helpers.heads import runs
 from helpers.offered_machines import offered_machine
 from helpers.tasks import wait_until
 from planaria.core.job import ClusterConfig, JobConfig
-from planaria.core.machine_messages import JobOver, MachineReady
+from planaria.core.machine_messages import JobOver, MachineLeaving, MachineReady
+from planaria.nodes import machine_node
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.machine import EXIT_LEFT, run_machine
 from planaria.nodes.machine_spec import MachineSpec
@@ -117,3 +118,24 @@ async def test_a_machine_that_has_ended_polls_no_source(
         await made.join()
         assert _num_watches() == before + 1
     await wait_until(lambda: _num_watches() == before)
+
+
+@runs
+async def test_a_signal_reaches_a_node_that_has_not_heard_of_the_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine has seen a notice that was taken back before its node looked. It ignored the
+    signal, and the node was killed."""
+    told: list[int] = []
+    monkeypatch.setattr(machine_node.MachineNode, "notify", lambda node: told.append(node.number))
+    job = JobConfig(cluster=ClusterConfig(patience_s=60.0, notice=str(tmp_path / "leave")))
+    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, _):
+        line = await made.join()
+        line.tell(made.request(3))
+        await wait_until(lambda: "runs node 3" in made.notes)
+        (tmp_path / "leave").touch()
+        await line.wait(MachineLeaving)
+        assert told == []
+        os.kill(os.getpid(), signal.SIGTERM)
+
+        await wait_until(lambda: told == [3])

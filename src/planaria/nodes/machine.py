@@ -373,8 +373,12 @@ class _Machine:
             self._ends.clear()
             self._end_preparing()
             await self._node.save_and_end()
-            if reason := await self._open_server(offer):
-                self._refuse(reason)
+            try:
+                if reason := await self._open_server(offer):
+                    self._refuse(reason)
+                    return
+            except OSError as error:  # Processes or memory may be had again.
+                self._on_failure(str(error))
                 return
             self._offer = offer
             self._heads.look_at(offer.job.checkpoint.directory)
@@ -435,7 +439,7 @@ class _Machine:
         try:
             server = self._spec.server(offer.job, () if has_code else (str(directory),))
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
-            return f"no fork server can be started here: {error}"
+            raise OSError(f"no fork server can be started here: {error}") from error
         self._node.open(server, self._spec.note)
         self._imports = imports
         return ""
@@ -556,21 +560,21 @@ class _Machine:
 
     def _leave(self) -> None:
         """Handles a signal that says that this machine will be taken away."""
-        if self._begin_leaving():
+        self._begin_leaving()
+        if self._node.number >= 0:  # It may not have heard of a notice that this machine has seen.
             self._node.notify()
 
-    def _begin_leaving(self, code: int = EXIT_DONE) -> bool:
-        """Takes no further node from now on; returns whether there is one that is to leave now."""
+    def _begin_leaving(self, code: int = EXIT_DONE) -> None:
+        """Takes no further node from now on."""
         if self._is_leaving:
-            return False
+            return
         self._is_leaving, self._leave_code = True, code
         self._tell(MachineLeaving())
         self._node.give_up()
         if self._node.number < 0:
             self._end_with(code)
-            return False
-        self._spec.note(f"node {self._node.number} leaves the job")
-        return True
+        else:
+            self._spec.note(f"node {self._node.number} leaves the job")
 
     def _watch_notices(self, text: str) -> None:
         """Polls this source of notices from now on, not another one; "": none.

@@ -62,7 +62,7 @@ class MachineNode:
         self._on_end = on_end
         self._on_failure = on_failure
         self._on_give_up = on_given_up
-        self._pid = 0
+        self._pid = self._notified_pid = 0
         self._can_save = False
         self._exits: dict[int, int] = {}  # Exit statuses of processes that are not awaited, by pid.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,10 +122,11 @@ class MachineNode:
 
     def notify(self) -> None:
         """Tells the node that it will be taken away; it is given up if it is not forked yet."""
-        if self._pid:
-            self._start_task(self._keep_notifying(self._pid))
-        else:
+        if not self._pid:
             self.give_up()
+        elif self._pid != self._notified_pid:
+            self._notified_pid = self._pid
+            self._start_task(self._keep_notifying(self._pid))
 
     async def _keep_notifying(self, pid: int) -> None:
         """Repeats the notice until the node has ended; its agent may be too young to heed it."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ from helpers.heads import runs
 from helpers.recorder_messages import change_message
 from helpers.tasks import wait_until
 from planaria.core.kinds import ChangeKind
-from planaria.core.machine_messages import NodeRequested
+from planaria.core.machine_messages import NodeEnded, NodeRequested
 from planaria.core.records import Warned
 from planaria.nodes.head.remote import machine_operator
 from planaria.nodes.head.remote.machine_operator import MachineOperator
@@ -96,6 +97,24 @@ async def test_a_machine_that_comes_back_is_not_asked_for(tmp_path: Path) -> Non
         await asyncio.sleep(5 * SOON_S)
 
         assert not platform.lost
+
+
+@runs
+async def test_another_machine_is_asked_for_if_one_lost_too_many_nodes(tmp_path: Path) -> None:
+    """It is there, but gets none for an hour; the job ran one machine short for as long."""
+    platform = Asked()
+    async with arriving_machines(tmp_path) as head:
+        first = await head.join("first")
+        asks = operator(head, platform)
+        head.start(0)
+        await first.wait(NodeRequested)
+        (machine,) = head.machines.connected
+        machine.ended_s += [time.monotonic()] * 6
+        first.tell(NodeEnded(node=0, status=1))
+        await wait_until(lambda: machine.node < 0)
+        asks.on_coordinator_message(gone(0))
+
+        await wait_until(lambda: bool(platform.lost))
 
 
 @pytest.mark.parametrize("is_unfit", [False, True])

@@ -9,6 +9,7 @@ Source: Gemini (SOSP '23), section 6.2 (cloud operator).
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
@@ -111,6 +112,8 @@ class MachineOperator:
             (machine.facts.name, machine.facts.host) == (lost.name, lost.host)
             and machine.is_ready
             and not machine.is_leaving
+            # One that has lost too many nodes gets none for an hour.
+            and (machine.node >= 0 or machine.may_run(time.monotonic()))
             for machine in self._machines.connected
         )
 
