@@ -19,7 +19,8 @@ from planaria.cli.main import app
 from planaria.cli.run_command import is_own_host, supervise
 from planaria.transport.credentials import write_credentials
 
-FOR_EVER = "import signal\nwhile True: signal.pause()"
+# No signal.pause(): a signal that comes just before it is handled after the next one.
+FOR_EVER = "import time\nwhile True: time.sleep(0.02)"
 
 
 def python(code: str, *arguments: object) -> list[str]:
@@ -118,9 +119,9 @@ def test_an_agent_whose_head_has_crashed_gets_the_signals(
     monkeypatch.setattr(run_command, "_AGENT_TIMEOUT_S", 0.0)
     ready, saving = tmp_path / "ready", tmp_path / "saving"
     agent = python(
-        "import signal, sys\n"
+        "import os, signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: open(sys.argv[2], 'x'))\n"
-        "signal.signal(signal.SIGINT, lambda *_: sys.exit(1))\n"
+        "signal.signal(signal.SIGINT, lambda *_: os._exit(1))\n"
         f"open(sys.argv[1], 'x')\n{FOR_EVER}",
         *(ready, saving),
     )
