@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from planaria.job.machine_kinds import (
     with_measured_links,
     with_memory_limit,
 )
+from planaria.job.on_machines import begin_kinds
 from planaria.job.planning import Planned, given_profile, plan_job
 from planaria.nodes.head.remote.link_classes import LinkClass
 from planaria.planner.layout.unequal import EFFORT_MAX, planning_effort
@@ -151,3 +153,20 @@ def test_a_limit_of_the_job_counts_more_than_memory_and_paced_layers_need_none()
 
     assert limit_bytes(JOB, limited, 10 * GIB) == 7
     assert limit_bytes(PACED_JOB, UNLIMITED, 10 * GIB) == 0
+
+
+@pytest.mark.parametrize(("device", "least"), [("cpu", 80 * GIB), ("NVIDIA H100", 0)])
+def test_machines_need_no_memory_for_what_accelerators_hold(device: str, least: int) -> None:
+    """A machine whose memory is smaller than its accelerator's was refused for good."""
+    asked: list[object] = []
+    checks = SimpleNamespace(memory_bytes_min=0)
+    kinds = SimpleNamespace(begin=lambda *facts: asked.extend(facts))
+    head: Any = SimpleNamespace(machines=SimpleNamespace(checks=checks, kinds=kinds))
+    assert PREPARED.profile is not None
+    profile = replace(PREPARED.profile, device=device, device_memory_bytes=80 * GIB)
+    cluster = replace(JOB.cluster, device_memory_bytes=0)
+    job = replace(JOB, model=replace(JOB.model, profile=""), cluster=cluster)
+    begin_kinds(head, job, Prepared(profile=profile), {})
+
+    assert len(asked) == 3
+    assert checks.memory_bytes_min == least

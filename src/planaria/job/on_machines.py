@@ -423,9 +423,12 @@ def begin_kinds(
     """
     machines, request = head.machines, _prepare_request(config)
     machines.kinds.begin(request, prepared, measured)
-    if request.profile is None and not config.cluster.device_memory_bytes:
-        assert prepared.profile is not None
-        limit_bytes = prepared.profile.device_memory_bytes
+    profile = prepared.profile
+    assert profile is not None
+    # The limit of an accelerator is that of its own memory, and says nothing of its machine's.
+    is_of_machines = request.profile is None and profile.device == "cpu"
+    if is_of_machines and not config.cluster.device_memory_bytes:
+        limit_bytes = profile.device_memory_bytes
         machines.checks.memory_bytes_min = limit_bytes * config.cluster.devices_per_node
 
 
