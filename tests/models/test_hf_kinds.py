@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from helpers.hf_models import (
     split_of,
     whole_of,
 )
-from planaria.core.job import ModelConfig
+from helpers.saved_datasets import load, saved_dataset
+from planaria.core.job import JobConfig, ModelConfig
+from planaria.engine.iteration.evaluation import load_evaluation
 from planaria.engine.prepare import split_model
 from planaria.errors import ConfigError
 from planaria.models.hf_model import hf_config, meta_model
@@ -133,6 +136,23 @@ def test_adapters_begin_as_the_model_itself_and_alone_are_trained() -> None:
     for mistake in mistakes:
         with pytest.raises(ConfigError, match=r"^model\.lora = "):
             split_up(replace(model, lora=mistake))
+
+
+def test_held_out_tokens_are_compared_with_the_vocabulary_with_adapters_too(tmp_path: Path) -> None:
+    """Their config.json is that of the adapters; the first evaluation failed, hours later."""
+    pytest.importorskip("peft")
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    job = JobConfig(
+        model=ModelConfig(kind="hf", config=FAMILIES["qwen3"], lora=lora),
+        data=saved_dataset(tmp_path, {"input_ids": [[1, 2, 3, 4]] * 3}),
+    )
+    other = saved_dataset(tmp_path / "other", {"input_ids": [[1, 2, VOCABULARY, 4]] * 3})
+    job = replace(job, evaluation=replace(job.evaluation, every=1, path=other.path))
+    split = split_model(job.model, seed=SEED, vocabulary_size=VOCABULARY, sequence_length=LENGTH)
+    with pytest.raises(ConfigError, match=f"has the token id {VOCABULARY}; the model") as caught:
+        load_evaluation(job, load(job.data, tmp_path), model=split, cache_directory=tmp_path)
+
+    assert caught.value.field == "evaluation.path"
 
 
 def test_the_head_of_a_classifier_with_adapters_is_trained() -> None:

@@ -410,6 +410,7 @@ def split_hf_model(
     )
     facts = SplitFacts(
         config=_config_of(skeleton, routers, adapters),
+        vocabulary_size=getattr(skeleton.config, "vocab_size", 0) or 0,
         loss_field="model.config",
         notes=weights.notes,
         float32_names=builder.float32_names,

@@ -74,6 +74,7 @@ class SplitFacts:
     Attributes:
         config: content of the config.json from which other tools can build the same model; empty:
             they cannot.
+        vocabulary_size: number of token ids that the model knows; 0: nobody knows.
         loss_field: key of the job that an error of the loss names.
         notes: lines for the user to read before the job trains.
         float32_names: function that returns the names of parameters and buffers that stay in
@@ -81,6 +82,7 @@ class SplitFacts:
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary_size: int = 0
     loss_field: str = "model.target"
     notes: tuple[str, ...] = ()
     float32_names: Callable[[], frozenset[str]] = frozenset
@@ -101,12 +103,12 @@ class SplitModel:
             (the hidden tokens, -100 elsewhere) or "supervised".
         tied: groups of uses of the parameters that more than one layer uses.
         virtual: profile of each layer of a paced model; empty: the model is not paced.
-        config, notes, float32_names: the same as in `SplitFacts`.
+        config, notes, float32_names, vocabulary_size: the same as in `SplitFacts`.
     """
 
     __slots__ = (
         *("_builder", "_loss", "_loss_field", "config", "float32_names", "layer_names", "notes"),
-        *("objective", "tied", "virtual"),
+        *("objective", "tied", "virtual", "vocabulary_size"),
     )
 
     def __init__(
@@ -121,7 +123,7 @@ class SplitModel:
         facts = facts or SplitFacts()
         self._loss_field = facts.loss_field
         self.config, self.notes = facts.config, facts.notes
-        self.float32_names = facts.float32_names
+        self.float32_names, self.vocabulary_size = facts.float32_names, facts.vocabulary_size
         self.virtual = virtual
         self._builder = builder
         self._loss = loss

@@ -103,11 +103,11 @@ def load_evaluation(
         model=job.model,
     )
     if not len(held_out):
-        raise ConfigError(key, "", "it is empty")
-    known = model.config.get("vocab_size", 0)
+        raise ConfigError(key, config.target or config.path, "it is empty")
+    known = model.vocabulary_size
     if held_out.vocabulary_size > known > 0:
         remedy = f"has the token id {held_out.vocabulary_size - 1}; the model knows {known} ids"
-        raise ConfigError("evaluation.path", config.path, remedy)
+        raise ConfigError(key, config.target or config.path, remedy)
     if isinstance(held_out, TokenDataset) and isinstance(dataset, TokenDataset):
         held_out = replace(held_out, num_tokens=dataset.num_tokens)  # Of masks.
     metrics: dict[str, Metric] = {
