@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.jobs import tiny_job
 from helpers.saved_datasets import load, saved_dataset
 from planaria.core.job import DataConfig
-from planaria.data.datasets import load_dataset, vocabulary_size
+from planaria.data.datasets import load_dataset
+from planaria.engine.prepare import load_model
 from planaria.errors import ConfigError
+from planaria.transport.timekeeping import Timekeeper
 
 
 class _OfLength:
@@ -52,8 +56,9 @@ def test_user_datasets_without_a_length_are_refused(
 def test_what_builds_a_data_set_always_runs_with_the_jobs_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it draws may be kept for the held-out part. A rank asked for the vocabulary with seed 0
-    first, its loaders with the job's seed, so the two had different parts."""
+    """What it draws may be kept for the held-out part. A rank ran it with seed 0 for the size of
+    the vocabulary first, its loaders with the job's seed, so the two had different parts. Own
+    layers need no size."""
     drawn: list[float] = []
 
     def make() -> list[tuple[Tensor, Tensor]]:
@@ -63,11 +68,18 @@ def test_what_builds_a_data_set_always_runs_with_the_jobs_seed(
     module = ModuleType("user_lengths")
     module.make = make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "user_lengths", module)
-    data = DataConfig(kind="python", target="user_lengths:make")
-    vocabulary_size(data, cache_directory=tmp_path, seed=7)
-    load_dataset(data, objective="supervised", seed=7, cache_directory=tmp_path)
-    load_dataset(data, objective="supervised", seed=0, cache_directory=tmp_path)
+    data = DataConfig(kind="python", target="user_lengths:make", sequence_length=16)
+    of_own_layers, of_transformers = (
+        replace(job, data=data, training=replace(job.training, seed=7))
+        for job in (tiny_job("sequential", tmp_path), tiny_job("gpt2", tmp_path))
+    )
+    build = partial(load_model, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
+    build(of_own_layers)
+    assert drawn == []
 
+    build(of_transformers)
+    for seed in (7, 0):
+        load_dataset(data, objective="supervised", seed=seed, cache_directory=tmp_path)
     assert drawn[0] == drawn[1] != drawn[2]
 
 

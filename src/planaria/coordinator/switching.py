@@ -113,7 +113,8 @@ _Rounds: TypeAlias = tuple[tuple[Transfer, ...], ...]
 
 
 class KnownWaves:
-    """The waves of transitions from one plan, each found once for a duration of iterations.
+    """The waves of transitions from one plan. Those of a transition are found once, unless
+    iterations take another time.
 
     Args:
         leaving: nodes of the plan that leave.

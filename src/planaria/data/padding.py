@@ -45,8 +45,7 @@ def integer_lists(saved: Any, column: str, path: str) -> Any:
     """
     arrow, _ = arrow_modules()
     values = saved.data.column(column)
-    kinds = arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list
-    if any(is_kind(values.type) for is_kind in kinds):
+    if _are_lists(values):
         kind = values.type.value_type
         if arrow.types.is_integer(kind) or (column == MASKS and arrow.types.is_boolean(kind)):
             refuse_nulls(values, column, path)
@@ -61,13 +60,19 @@ def refuse_nulls(values: Any, column: str, path: str) -> None:
     Raises:
         ConfigError: a row is null, or has a null in it.
     """
-    arrow, compute = arrow_modules()
+    _, compute = arrow_modules()
     num_nulls = values.null_count
-    if arrow.types.is_list(values.type) or arrow.types.is_large_list(values.type):
+    if _are_lists(values):
         num_nulls += compute.list_flatten(values).null_count
     if num_nulls:
         remedy = f"its column {column} has nulls, {num_nulls} in all; leave out the rows with them"
         raise ConfigError("data.path", path, remedy)
+
+
+def _are_lists(values: Any) -> bool:
+    types = arrow_modules()[0].types
+    kinds = types.is_list, types.is_large_list, types.is_fixed_size_list
+    return any(is_kind(values.type) for is_kind in kinds)
 
 
 def lengths_without_padding(saved: Any, path: str) -> npt.NDArray[np.int32]:

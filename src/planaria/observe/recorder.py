@@ -89,8 +89,8 @@ class _IterationInFlight:
 
         They last from its start to the loss. If a node is lost before the others begin the
         iteration, they compute it until the loss is noticed or, if they begin even later, until
-        they leave the epoch, but no longer than an iteration takes. That there is no coordinator,
-        from one of `unled` to the other, is booked as a restart.
+        they leave the epoch, but no longer than an iteration takes. The time without a coordinator,
+        which begins and ends as `unled` says, is booked as a restart.
         """
         if not self.is_redone or self.began_s == inf:
             return {}

@@ -130,8 +130,8 @@ class BetweenCollectives:
     """Turns for the pieces of copies of a user's own loop; an iteration lasts from save to save.
 
     Args:
-        peers: ranks that copies are sent to, at least one, and that they come from. Those that they
-            are sent to are on other nodes.
+        peers: ranks with which copies are exchanged. There is a target, and all targets are on
+            other nodes.
         link: latency and bandwidth between nodes.
         iterations: number of iterations over which measurements are averaged.
         device: argument of `Collectives`.

@@ -305,8 +305,8 @@ class Tier:
         """
         manifest = self.manifest(version)
         if layer >= 0 and all(entry.layer != layer for entry in manifest.layers):
-            # Nothing is damaged: who asks has another model.
-            raise UnreadableError(f"{self.storage.where(version)} has no layer {layer}")
+            # Nothing is damaged, so it must not be set aside.
+            raise UnreadableError(f"it has no layer {layer}, so it is of another model")
         if layer >= 0:
             self._layer_content(manifest, layer)
 

@@ -91,7 +91,7 @@ class Interleaving:
     Args:
         link: latency and bandwidth between nodes.
         idle: predicted idle spans by target; empty: no chunk is sent before spans are measured.
-        use: manner in which spans are measured and used.
+        use: settings by which spans are measured and used.
     """
 
     def __init__(

@@ -255,16 +255,16 @@ class NcclComm:
 
     def _warm(self, key: GroupKey, group: Group) -> None:
         place, size = self._device.place, len(_ranks_of(key))
-        number = torch.ones(1, device=place)
+        part = torch.ones(1, device=place)
         if key[0] == _SUM:
             parts = torch.ones(size, device=place)
             group.alltoall_base(torch.empty_like(parts), parts, [], [])
             # So the other is over, too.
-            group._allgather_base(torch.empty_like(parts), number).wait()
+            group._allgather_base(torch.empty_like(parts), part).wait()
         elif _ranks_of(key)[0] == self._links.rank:
-            group.send([number], 1, 0).wait()
+            group.send([part], 1, 0).wait()
         else:
-            group.recv([number], 0, 0).wait()
+            group.recv([part], 0, 0).wait()
         self._device.finish()
 
     # -- messages -----------------------------------------------------------------------------

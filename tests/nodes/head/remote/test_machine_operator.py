@@ -11,10 +11,11 @@ import pytest
 
 from helpers.arriving_machines import ArrivingMachines, arriving_machines
 from helpers.heads import runs
+from helpers.machine_lines import MachineLine
 from helpers.recorder_messages import change_message
 from helpers.tasks import wait_until
 from planaria.core.kinds import ChangeKind
-from planaria.core.machine_messages import NodeEnded, NodeRequested
+from planaria.core.machine_messages import NodeEnded, NodeRequested, ToMachine
 from planaria.core.records import Warned
 from planaria.nodes.head.remote import machine_operator
 from planaria.nodes.head.remote.machine_operator import MachineOperator
@@ -61,6 +62,14 @@ async def lose_machine(head: ArrivingMachines, *, host: str = "127.0.0.1") -> No
     await wait_until(lambda: not head.machines.connected)
 
 
+async def run_first_node(head: ArrivingMachines) -> MachineLine[ToMachine]:
+    """The connection of a machine that runs node 0."""
+    first = await head.join("first")
+    head.start(0)
+    await first.wait(NodeRequested)
+    return first
+
+
 def gone(node: int) -> Warned:
     return Warned(text="it is gone", gone=(node,))
 
@@ -89,11 +98,8 @@ async def test_a_machine_that_comes_back_is_not_asked_for(tmp_path: Path) -> Non
     """Its node alone was lost, or its agent was started again."""
     platform = Asked()
     async with arriving_machines(tmp_path) as head:
-        first = await head.join("first")
-        asks = operator(head, platform)
-        head.start(0)
-        await first.wait(NodeRequested)
-        asks.on_coordinator_message(gone(0))
+        await run_first_node(head)
+        operator(head, platform).on_coordinator_message(gone(0))
         await asyncio.sleep(5 * SOON_S)
 
         assert not platform.lost
@@ -104,17 +110,15 @@ async def test_another_machine_is_asked_for_if_one_lost_too_many_nodes(tmp_path:
     """It is there, but gets none for an hour; the job ran one machine short for as long."""
     platform = Asked()
     async with arriving_machines(tmp_path) as head:
-        first = await head.join("first")
-        asks = operator(head, platform)
-        head.start(0)
-        await first.wait(NodeRequested)
+        first = await run_first_node(head)
         (machine,) = head.machines.connected
         machine.ended_s += [time.monotonic()] * 6
         first.tell(NodeEnded(node=0, status=1))
         await wait_until(lambda: machine.node < 0)
-        asks.on_coordinator_message(gone(0))
-
+        operator(head, platform).on_coordinator_message(gone(0))
         await wait_until(lambda: bool(platform.lost))
+
+        assert [lost.name for lost in platform.lost] == ["first"]
 
 
 @pytest.mark.parametrize("is_unfit", [False, True])

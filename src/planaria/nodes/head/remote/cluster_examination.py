@@ -167,5 +167,5 @@ def tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        yield [(machine, other) for machine, other in pairs if machine >= 0 and other >= 0]
+        yield [(index, other) for index, other in pairs if index >= 0 and other >= 0]
         circle[1:] = [circle[-1], *circle[1:-1]]
