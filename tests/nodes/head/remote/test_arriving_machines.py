@@ -18,13 +18,16 @@ from planaria.core.kinds import Ending
 from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
+    JobPrepared,
     MachineFacts,
     MachineRefused,
     NodeEnded,
     NodeRequested,
+    PrepareRequested,
     SourceFile,
 )
 from planaria.core.records import Ended, Members
+from planaria.core.specs import Prepared, PrepareRequest
 from planaria.nodes.head.remote import machine_handle, machines
 from planaria.nodes.head.remote.machine_handle import REJOINS_MAX, MachineHandle
 from planaria.transport.frames import frame
@@ -396,3 +399,85 @@ async def test_a_machine_that_is_away_for_a_moment_keeps_its_place(tmp_path: Pat
 
         assert not head.machines.has_room
         second.close()
+
+
+@runs
+async def test_a_machine_whose_agent_was_started_again_keeps_its_name(tmp_path: Path) -> None:
+    """It came back as m-2, m-3, ..., so neither the head nor the coordinator, which counts by name,
+    ever knew that it was the same machine that had lost all those nodes."""
+    async with arriving_machines(tmp_path) as head:
+        for node in range(1 + REJOINS_MAX):
+            line = await head.join(run="run", machine_id=f"agent {node}")
+            assert head.machines.has_room
+            head.start(node)
+            await line.wait(NodeRequested)
+            line.reset()
+            await wait_until(lambda num=node: not head.machines.is_reachable(num))  # type: ignore[misc]
+            head.machines.on_members(Members(epoch=node + 1, term=0, nodes=(), gone=(node,)))
+        await head.join(run="run", machine_id="the last agent")
+
+        assert [machine.name for machine in head.machines.connected] == ["m"]
+        assert not head.machines.has_room
+        assert any(note.startswith("m lost too many nodes and gets none") for note in head.notes)
+
+
+@runs
+async def test_a_machine_whose_name_another_one_has_taken_meanwhile_gets_another_name(
+    tmp_path: Path,
+) -> None:
+    """Two containers may call themselves the same. A node that was cut off may come back."""
+    async with arriving_machines(tmp_path) as head:
+        old = await head.join(machine_id="a")
+        head.start(0)
+        old.reset()
+        await wait_until(lambda: not head.machines.is_reachable(0))
+        head.machines.on_members(Members(epoch=1, term=0, nodes=(), gone=(0,)))
+        await head.join(machine_id="b")
+        back = await head.arrive(run="run", node=0, machine_id="a")
+        back.tell(NodeEnded(node=0, status=1), head.ready())
+        await wait_until(lambda: head.machines.num_ready == 2)
+
+        assert [machine.name for machine in head.machines.connected] == ["m", "m-2"]
+        assert [ended.node for ended in head.ends] == [0]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+@runs
+async def test_the_files_of_a_machine_that_takes_no_part_do_not_count(
+    tmp_path: Path, is_refused: bool
+) -> None:
+    """All others were refused until the head was started again."""
+    async with arriving_machines(tmp_path) as head:
+        await head.join("far", host="10.0.0.1")
+        wrong = await head.arrive("wrong", host="127.0.0.1" if is_refused else "10.0.0.2")
+        wrong.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "another"}))
+        if is_refused:
+            await wrong.wait(MachineRefused)
+        else:
+            await wait_until(lambda: head.machines.num_ready == 2)
+            wrong.reset()
+            await wait_until(lambda: head.machines.num_ready == 1)
+        right = await head.arrive("right", host="10.0.0.3")
+        right.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "this"}))
+
+        await wait_until(lambda: head.machines.num_ready == 2)
+
+
+@runs
+async def test_the_files_by_which_a_job_is_planned_count_to_its_end(tmp_path: Path) -> None:
+    """The machine that had them may be gone, but others train on the same samples."""
+    async with arriving_machines(tmp_path) as head:
+        first = await head.arrive("first")
+        first.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "this"}))
+        await wait_until(lambda: head.machines.num_ready == 1)
+        request = PrepareRequest(job=head.machines.job, cache_directory="")
+        asking = asyncio.create_task(head.machines.prepare(request))
+        question = await first.wait(PrepareRequested)
+        first.tell(JobPrepared(Prepared(), "", question.number))
+        await asking
+        first.reset()
+        await wait_until(lambda: head.machines.num_ready == 0)
+        other = await head.arrive("other")
+        other.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "another"}))
+
+        assert "differs from that of first" in (await other.wait(MachineRefused)).reason

@@ -30,6 +30,7 @@ class MachineChecks:
 
     Attributes:
         mark: mark of the head.
+        is_planned: whether the job is planned, by the files that count then to its end.
         memory_bytes_min: memory for which the job is planned, of each machine; 0: any will do.
     """
 
@@ -37,6 +38,7 @@ class MachineChecks:
         self, job: JobConfig, mark: str, *, cache_directory: str, note: Callable[[str], None]
     ) -> None:
         self.mark = mark
+        self.is_planned = False
         self.memory_bytes_min = 0
         self._first: tuple[str, MachineFacts] | None = None  # The first machine that was fit.
         self._differing: set[str] = set()  # What the user knows to differ between machines.
@@ -75,6 +77,15 @@ class MachineChecks:
                 return self._difference(key, (machine, digest), (other, expected))
         self._compare_with_first(machine, facts)
         return ""
+
+    def forget(self, machine: str) -> None:
+        """Lets the files of another machine count, because this one is gone or refused.
+
+        Those by which the job is planned count to its end.
+        """
+        if not self.is_planned:
+            kept = {key: said for key, said in self._digests.items() if said[0] != machine}
+            self._digests = kept
 
     def _compare_with_first(self, machine: str, facts: MachineFacts) -> None:
         """Warns once of each fact that makes the bits of machines differ."""

@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ from planaria.core.machine_messages import (
     LinkMeasureRequested,
     LinkServed,
     LinkServeRequested,
+    MachineArrived,
     MachineExamined,
     MachineFacts,
     PrepareRequested,
@@ -91,10 +92,10 @@ class MachineHandle:
         Args:
             now_s: time by the clock of `ended_s`.
         """
-        return self.is_free and not self._pause_s(now_s)
+        return self.is_free and not self.pause_s(now_s)
 
-    def on_node_end(self, node: int, now_s: float) -> float:
-        """Notes the end of a node; returns the seconds for which it gets no other one.
+    def on_node_end(self, node: int, now_s: float) -> None:
+        """Notes the end of a node.
 
         Args:
             now_s: see `may_run`.
@@ -102,9 +103,13 @@ class MachineHandle:
         self.ended_s.append(now_s)
         if self.node == node:
             self.node = -1
-        return self._pause_s(now_s)
 
-    def _pause_s(self, now_s: float) -> float:
+    def pause_s(self, now_s: float) -> float:
+        """The seconds for which it gets no node; 0.0: it may have one.
+
+        Args:
+            now_s: see `may_run`.
+        """
         if len(self.ended_s) <= REJOINS_MAX:
             return 0.0
         return max(0.0, self.ended_s[0] + _HOUR_S - now_s)
@@ -243,12 +248,51 @@ async def in_time(work: Awaitable[Result | None], end_s: float = math.inf) -> Re
     return None
 
 
-def unused_name(name: str, machines: Mapping[str, MachineHandle]) -> str:
+def add_machine(
+    arrived: MachineArrived, machines: dict[str, MachineHandle], *, gone: Collection[int]
+) -> MachineHandle:
+    """The machine that has come, added to the others under a name that none of them holds.
+
+    One whose agent was started again is known by its name alone. So the nodes that it has lost
+    before count, here and with the coordinator, to which the name is the machine.
+
+    Args:
+        gone: nodes that are out of the job.
+    """
+    name = _unused_name(arrived.facts.name, machines, gone)
+    machine = MachineHandle(name, arrived.facts, machine_id=arrived.machine_id)
+    if (before := machines.get(name)) is not None:
+        machine.ended_s.extend(before.ended_s)
+        if before.node >= 0:  # Its end was never told.
+            machine.ended_s.append(before.broken_s)
+    machines[name] = machine
+    return machine
+
+
+def known_machine(machine_id: str, machines: Mapping[str, MachineHandle]) -> MachineHandle | None:
+    """The machine that has come back without a node; None: it was not here before."""
+    for machine in machines.values():
+        if machine_id and machine.machine_id == machine_id:
+            machine.is_ready = False  # It is compared anew.
+            return machine
+    return None
+
+
+def name_again(
+    machine: MachineHandle, machines: dict[str, MachineHandle], *, gone: Collection[int]
+) -> None:
+    """Gives a machine that is back another name if one has come meanwhile that holds its own."""
+    if machines.get(machine.name) is not machine:
+        machine.name = _unused_name(machine.name, machines, gone)
+        machines[machine.name] = machine
+
+
+def _unused_name(name: str, machines: Mapping[str, MachineHandle], gone: Collection[int]) -> str:
     """The name, or it with a number if the head or another machine that may come back has it."""
     taken = {HEAD} | {
         other
         for other, machine in machines.items()
-        if machine.writer is not None or machine.node >= 0
+        if machine.writer is not None or (machine.node >= 0 and machine.node not in gone)
     }
     number, unused = 1, name
     while unused in taken:

@@ -56,8 +56,10 @@ from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machine_handle import (
     MachineHandle,
     OfferFrames,
+    add_machine,
+    known_machine,
     loopback_problem,
-    unused_name,
+    name_again,
 )
 from planaria.nodes.head.remote.run_nodes import RunNodes, agent_ended
 from planaria.nodes.head.remote.run_record import NodeLog
@@ -244,6 +246,7 @@ class Machines:
                 continue  # Its connection is broken.
             if answer.prepared is None:
                 raise InsufficientError(f"{others[0].name}: {answer.reason}")
+            self.checks.is_planned = True
             measured[kind_of(others[0].facts)] = answer.prepared
             if request.profile is not None or answer.prepared.profile is None:
                 return measured
@@ -407,10 +410,15 @@ class Machines:
         if self._nodes.has_ended(ended.node) or runs_it is not machine:
             return
         self._nodes.add_end(ended)
-        if pause_s := machine.on_node_end(ended.node, time.monotonic()):
+        machine.on_node_end(ended.node, time.monotonic())
+        self._note_pause(machine)
+        self.on_end(agent_ended(ended))
+
+    def _note_pause(self, machine: MachineHandle) -> None:
+        """Tells that a machine gets no node for some time, and uses it afterwards."""
+        if pause_s := machine.pause_s(time.monotonic()):
             self._note(f"{machine.name} lost too many nodes and gets none for {pause_s:.0f} s")
             asyncio.get_running_loop().call_later(pause_s + 0.1, self._look_for_room)
-        self.on_end(agent_ended(ended))
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -442,6 +450,7 @@ class Machines:
             writer.close()
             if machine is not None and machine.writer is writer:
                 machine.on_break()
+                self.checks.forget(machine.name)
                 asyncio.get_running_loop().call_later(self._missing_s + 0.1, self._look_for_room)
                 self._note(
                     f"the connection to {machine.name} is gone"
@@ -475,13 +484,12 @@ class Machines:
         machine = (
             self._nodes.machines.get(arrived.node)
             if has_node
-            else self._known_machine(arrived.machine_id)
+            else known_machine(arrived.machine_id, self._machines)
         )
         if machine is None:
-            name, machine_id = unused_name(arrived.facts.name, self._machines), arrived.machine_id
-            machine = MachineHandle(name, arrived.facts, machine_id=machine_id)
-            self._machines[name] = machine
-            self._note(f"{name} ({arrived.facts.host}) has come")
+            machine = add_machine(arrived, self._machines, gone=self._nodes.gone)
+            self._note(f"{machine.name} ({arrived.facts.host}) has come")
+            self._note_pause(machine)
             if has_node:  # The head before this one started it.
                 machine.node = arrived.node
                 self._nodes.add(arrived.node, machine)
@@ -489,6 +497,7 @@ class Machines:
         else:
             machine.missing_node = machine.node if arrived.node < 0 else -1
             machine.facts = arrived.facts  # Its address may be another one.
+            name_again(machine, self._machines, gone=self._nodes.gone)
             self._note(f"{machine.name} is connected again")
         machine.connect(writer, silent_s=self.job.cluster.lease_s)
         machine.has_code, machine.run = arrived.has_code, arrived.run
@@ -498,14 +507,6 @@ class Machines:
     def _offer_job(self, machine: MachineHandle) -> None:
         has_modules = machine.has_code or machine.run == self._offer.run  # Then it is back.
         machine.tell_frame(self._offer_frames.of(self._offer, has_data=not has_modules))
-
-    def _known_machine(self, machine_id: str) -> MachineHandle | None:
-        """The machine that has come back without a node; None: it was not here before."""
-        for machine in self._machines.values():
-            if machine_id and machine.machine_id == machine_id:
-                machine.is_ready = False  # It is compared anew.
-                return machine
-        return None
 
     def _on_message(self, machine: MachineHandle, message: FromMachine) -> None:
         match message:
@@ -593,5 +594,6 @@ class Machines:
 
     def _refuse(self, machine: MachineHandle, reason: str) -> None:
         machine.is_ready = False
+        self.checks.forget(machine.name)
         self._unfit_reason = f"{machine.name} cannot take part: {reason}"
         self._note(self._unfit_reason)
