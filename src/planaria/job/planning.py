@@ -41,7 +41,7 @@ from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
 from planaria.job.machine_kinds import plan_for_kinds
 from planaria.job.predictions import prediction
-from planaria.job.save_facts import changed_data_text, fingerprint
+from planaria.job.save_facts import changes_texts, differences, fingerprint
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import PlanCatalog, best_plan, plan_catalog
 from planaria.planner.problem import Problem, batch_error
@@ -191,13 +191,13 @@ def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
     settings = msgspec.to_builtins(fingerprint(config))
     saved = {key: manifest.job.get(key) for key in settings}
     tables = ("model", "data")  # Further keys are those of [training].
-    differences = [
+    changed = [
         (key if key.partition(".")[0] in tables else f"training.{key}", value, old)
-        for key, value, old in _differences(settings, saved)
+        for key, value, old in differences(settings, saved)
         if key != "name"
     ]
-    if differences:
-        (name, value, before), *others = differences
+    if changed:
+        (name, value, before), *others = changed
         more = "".join(f", {key} = {old!r}" for key, _, old in others)
         remedy = (
             f"the checkpoint in {directory} was saved with {before!r}{more}; set it as it was, or "
@@ -211,22 +211,6 @@ def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
             f"the checkpoint already has {manifest.iteration} iterations; set a larger "
             "number to train on",
         )
-
-
-def _differences(
-    value: object, saved: object, *, name: str = ""
-) -> Iterator[tuple[str, object, object]]:
-    """The keys whose values differ, each with both values; None stands for a key that is not there.
-
-    Args:
-        name: name of the key whose values are compared; "": they are those of a whole job.
-    """
-    if isinstance(value, Mapping) and isinstance(saved, Mapping):
-        for key in dict.fromkeys((*value, *saved)):
-            inner = f"{name}.{key}" if name else key
-            yield from _differences(value.get(key), saved.get(key), name=inner)
-    elif value != saved:
-        yield name, value, saved
 
 
 def cache_directory() -> str:
@@ -403,11 +387,10 @@ def plan_job(
             plan = first_plan_with_shadows(smaller, plan, templates=others).plan
     assert len(plan.routes) == config.num_microbatches
     predicted = prediction(problem, plan)
-    changed = changed_data_text(manifest.job, prepared) if manifest else ""
-    notes = (*prepared.notes, *filter(None, (changed,)))
+    changes = changes_texts(manifest.job, config, prepared) if manifest else ()
     return Planned(
         config=config,
-        prepared=msgspec.structs.replace(prepared, notes=notes),
+        prepared=msgspec.structs.replace(prepared, notes=(*prepared.notes, *changes)),
         problem=problem,
         templates=templates,
         catalog=catalog,

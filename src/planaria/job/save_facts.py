@@ -1,6 +1,6 @@
 """What each save of a job says about the job."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,8 @@ from planaria.core.specs import Prepared
 HAS_OWN_TOKENS: Final = "has_own_tokens"
 TOKENIZER_FILE: Final = "tokenizer_file"
 _NUM_SAMPLES: Final = "num_samples"
+# Keys of a model's configuration that say where it came from, and not what it computes.
+_LABELS: Final = ("transformers_version", "_name_or_path", "architectures")
 
 
 def fingerprint(config: JobConfig) -> dict[str, Any]:
@@ -66,16 +68,53 @@ def save_facts(config: JobConfig, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def changed_data_text(saved: Mapping[str, Any], prepared: Prepared) -> str:
-    """The warning that there are other samples than when a save was made; "": there are not.
+def changes_texts(
+    saved: Mapping[str, Any], config: JobConfig, prepared: Prepared
+) -> tuple[str, ...]:
+    """Warnings of what may change the result of a job that goes on, and is not refused.
+
+    Code may move, and a configuration may gain keys, without another result.
 
     Args:
-        saved: facts that the save has on its job; an older one lacks the number of samples.
+        saved: facts that the save has on its job; an older one lacks some.
     """
+    texts = []
     before, now = saved.get(_NUM_SAMPLES, 0), prepared.num_samples.data
-    if not before or now == before:
-        return ""
-    return (
-        f"the data have {now} samples, and had {before} when the checkpoint was saved: from here "
-        "on samples come in another order, so that some are repeated and others left out"
-    )
+    if before and now != before:
+        texts.append(
+            f"the data have {now} samples, and had {before} when the checkpoint was saved: from "
+            "here on samples come in another order, so that some are repeated and others left out"
+        )
+    target = saved.get(MODEL_FACTS, {}).get("model", {}).get("target", "")
+    if target != config.model.target and MODEL_FACTS in saved:
+        texts.append(
+            f"model.target is {config.model.target!r}, and was {target!r} when the checkpoint was "
+            "saved: the layers are compared by the shapes of their parameters only"
+        )
+    changed = [
+        f"{key} = {value!r}, and was {old!r}"
+        for key, value, old in differences(prepared.config, saved.get("config") or {})
+        if key not in _LABELS
+    ]
+    if changed and prepared.config and saved.get("config"):
+        texts.append(
+            "the configuration of the model is another one than when the checkpoint was saved: "
+            f"{'; '.join(changed)}"
+        )
+    return tuple(texts)
+
+
+def differences(
+    value: object, saved: object, *, name: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """The keys whose values differ, each with both values; None stands for a key that is not there.
+
+    Args:
+        name: name of the key whose values are compared; "": they are those of a whole job.
+    """
+    if isinstance(value, Mapping) and isinstance(saved, Mapping):
+        for key in dict.fromkeys((*value, *saved)):
+            inner = f"{name}.{key}" if name else key
+            yield from differences(value.get(key), saved.get(key), name=inner)
+    elif value != saved:
+        yield name, value, saved

@@ -412,7 +412,7 @@ async def test_a_machine_whose_agent_was_started_again_keeps_its_name(tmp_path: 
             head.start(node)
             await line.wait(NodeRequested)
             line.reset()
-            await wait_until(lambda num=node: not head.machines.is_reachable(num))  # type: ignore[misc]
+            await wait_until(lambda: not head.machines.connected)
             head.machines.on_members(Members(epoch=node + 1, term=0, nodes=(), gone=(node,)))
         await head.join(run="run", machine_id="the last agent")
 
