@@ -20,6 +20,7 @@ from planaria.coordinator.commands import Evict, RecordMembers, Tell, Tick
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.candidates import rejoin_delay_s
+from planaria.coordinator.membership.standby import nodes_to_replace
 from planaria.coordinator.state import Phase
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import (
@@ -257,6 +258,27 @@ def test_a_drain_of_a_node_without_work_or_of_one_that_has_left_is_answered() ->
 
     assert [one.left for one in of_type(cluster.commands, Warned) if one.left] == [(5,), (1,)]
     assert undrained(cluster) == []
+
+
+@pytest.mark.parametrize(
+    ("request_to_leave", "replaced"),
+    [
+        (NoticeTaken(node=5, rank=5, after_s=30.0), (5,)),
+        (NoticeTaken(node=5, rank=5, after_s=0.0, reason="its GPU is lost"), (5,)),
+        (DrainRequested(node=5), ()),
+    ],
+)
+def test_a_standby_node_whose_machine_is_taken_away_is_replaced_once(
+    request_to_leave: NoticeTaken | DrainRequested, replaced: tuple[int, ...]
+) -> None:
+    """It left in peace, and the job was without a standby node from then on."""
+    cluster = training(rules(max_nodes=2))
+    cluster.join(5)
+    cluster.hear(request_to_leave)
+    cluster.hear(request_to_leave)
+    messages = of_type(cluster.commands, Warned)
+
+    assert tuple(node for message in messages for node in nodes_to_replace(message)) == replaced
 
 
 @pytest.mark.parametrize("is_unfit", [False, True])

@@ -451,6 +451,7 @@ class Warned(Message, frozen=True, kw_only=True):
         untold: iteration that is committed although nobody can report it; -1: none.
         gone: nodes that had waited to join and are gone.
         left: nodes that are out of the job, as they were asked to be, and that no change names.
+        preempted: nodes of `left` whose machines are taken away.
         unfit: nodes whose machines are unfit.
         event: kind of the event that the report has of it; "": it has none.
     """
@@ -460,6 +461,7 @@ class Warned(Message, frozen=True, kw_only=True):
     untold: int = -1
     gone: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
     unfit: tuple[int, ...] = ()
     event: str = ""
 

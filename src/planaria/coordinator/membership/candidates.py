@@ -124,7 +124,8 @@ def on_leave_request(
         return replace(state, membership=members), notices
     if node in members.candidates:
         text = f"node {node}, which had no work yet, leaves as it was asked to"
-        notices = notices or (Notify(Warned(text=text, left=(node,))),)
+        preempted = (node,) if leave.kind is ChangeKind.PREEMPT else ()
+        notices = notices or (Notify(Warned(text=text, left=(node,), preempted=preempted)),)
         return _without_candidate(state, node), (Evict((node,)), *notices)
     if node in members.gone and isinstance(event, DrainRequested):  # Somebody waits for it.
         return state, (Notify(Warned(text=f"node {node} has left already", left=(node,))),)

@@ -142,9 +142,19 @@ def nodes_to_replace(message: ToLauncher) -> tuple[int, ...]:
     """
     match message:
         case Warned():
-            return (*message.gone, *message.unfit)
+            return (*message.gone, *message.preempted, *message.unfit)
         case Recovering(nodes=nodes) if message.kind is LossKind.LOST:
             return nodes
         case Changed(kinds=kinds):
             return tuple(node for node, kind in kinds.items() if kind is ChangeKind.PREEMPT)
     return ()
+
+
+def names_leaving_nodes(message: ToLauncher) -> bool:
+    """Whether the nodes to replace leave by themselves, and may still run; else they are lost."""
+    match message:
+        case Warned():
+            return bool(message.preempted or message.unfit)
+        case Changed():
+            return True
+    return False

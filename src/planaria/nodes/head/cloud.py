@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from planaria.coordinator.membership.standby import nodes_to_replace
-from planaria.core.records import Changed, ToLauncher
+from planaria.coordinator.membership.standby import names_leaving_nodes, nodes_to_replace
+from planaria.core.records import ToLauncher
 
 
 class CloudOperator(Protocol):
@@ -66,7 +66,7 @@ class LocalOperator:
 
     def on_coordinator_message(self, message: ToLauncher) -> None:
         """See CloudOperator."""
-        self.replace(nodes_to_replace(message), are_lost=not isinstance(message, Changed))
+        self.replace(nodes_to_replace(message), are_lost=not names_leaving_nodes(message))
 
     def close(self) -> None:
         """See CloudOperator."""

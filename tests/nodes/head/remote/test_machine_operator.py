@@ -16,7 +16,7 @@ from helpers.recorder_messages import change_message
 from helpers.tasks import wait_until
 from planaria.core.kinds import ChangeKind
 from planaria.core.machine_messages import NodeEnded, NodeRequested, ToMachine
-from planaria.core.records import Warned
+from planaria.core.records import ToLauncher, Warned
 from planaria.nodes.head.remote import machine_operator
 from planaria.nodes.head.remote.machine_operator import MachineOperator
 from planaria.nodes.head.remote.platforms import LostMachine
@@ -121,10 +121,20 @@ async def test_another_machine_is_asked_for_if_one_lost_too_many_nodes(tmp_path:
         assert [lost.name for lost in platform.lost] == ["first"]
 
 
-@pytest.mark.parametrize("is_unfit", [False, True])
+@pytest.mark.parametrize(
+    "message",
+    [
+        Warned(text="its GPU is lost", unfit=(0,)),
+        Warned(text="it had no work yet", left=(0,), preempted=(0,)),
+        # The coordinator may know of it before the machine says so.
+        msgspec.structs.replace(
+            change_message(), kinds={0: ChangeKind.PREEMPT, 1: ChangeKind.JOIN}
+        ),
+    ],
+)
 @runs
 async def test_a_machine_that_leaves_or_is_unfit_is_asked_for_at_once(
-    tmp_path: Path, is_unfit: bool
+    tmp_path: Path, message: ToLauncher
 ) -> None:
     """It will not come back, and may be there for minutes."""
     platform = Asked()
@@ -133,11 +143,7 @@ async def test_a_machine_that_leaves_or_is_unfit_is_asked_for_at_once(
         asks = operator(head, platform, return_s=NEVER_S)
         head.start(0)
         await first.wait(NodeRequested)
-        if is_unfit:
-            asks.on_coordinator_message(Warned(text="its GPU is lost", unfit=(0,)))
-        else:  # The coordinator may know of it before the machine says so.
-            kinds = {0: ChangeKind.PREEMPT, 1: ChangeKind.JOIN}
-            asks.on_coordinator_message(msgspec.structs.replace(change_message(), kinds=kinds))
+        asks.on_coordinator_message(message)
         await wait_until(lambda: bool(platform.lost))
 
         assert platform.lost[0].is_leaving

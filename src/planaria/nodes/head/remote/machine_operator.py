@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
-from planaria.coordinator.membership.standby import nodes_to_replace
-from planaria.core.records import Changed, ToLauncher, Warned
+from planaria.coordinator.membership.standby import names_leaving_nodes, nodes_to_replace
+from planaria.core.records import ToLauncher
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.head.remote.platforms import LostMachine, Platform
@@ -75,10 +75,7 @@ class MachineOperator:
 
     def on_coordinator_message(self, message: ToLauncher) -> None:
         """See CloudOperator."""
-        is_leaving = isinstance(message, Changed) or (
-            isinstance(message, Warned) and bool(message.unfit)
-        )
-        self.replace(nodes_to_replace(message), are_lost=not is_leaving)
+        self.replace(nodes_to_replace(message), are_lost=not names_leaving_nodes(message))
 
     def _on_answer(self, host: str, task: asyncio.Task[None]) -> None:
         self._asking.pop(host, None)
