@@ -288,6 +288,26 @@ def test_slurm_queues_a_job_again_whose_first_machine_it_has_lost(
     assert {*fakes.words("scontrol")} == ({"requeue 7"} if is_lost else set())
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_slurm_watches_the_first_machine_also_where_an_agent_has_ended(
+    code: int, fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """Its machine was drained, or it gave up a lost head sooner than Slurm did: nobody was left to
+    queue the job again."""
+    fakes.write("sinfo", '[ ! -e "$FAKES/is_lost" ] || echo down')
+    fakes.write(
+        "planaria",
+        f'[ "$SLURM_PROCID" = 0 ] || {{ touch "$FAKES/has_left"; exit {code}; }}\n'
+        'until [ -e "$FAKES/has_left" ]; do sleep 0.01; done; sleep 0.5; touch "$FAKES/is_lost"\n'
+        'for try in {1..500}; do [ ! -e "$FAKES/scontrol.words" ] || break; sleep 0.01; done\n'
+        "exit 1",
+    )
+    words = ["bash", str(CLUSTERS / "cluster.sbatch")]
+
+    assert run_script(fakes, words, tmp_path, watch_s="0.1") == 1
+    assert {*fakes.words("scontrol")} == {"requeue 7"}
+
+
 @pytest.mark.parametrize("name", ["child", "srun"])
 def test_a_signal_that_comes_before_its_process_is_noted_is_passed_on(
     name: str, fakes: FakeScheduler, tmp_path: Path

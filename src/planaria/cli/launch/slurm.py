@@ -33,7 +33,8 @@ _SCRIPT: Final = AtTemplate("""\
 #SBATCH --signal=B:USR1@@@{signal_s}
 
 @{spare}export code_file=$PWD/.@{name}-$SLURM_JOB_ID.code  # Exit code of the machine with the head.
-rm -f "$code_file"
+export pid_file=${code_file%.code}.pid script=$$  # The process of its shell, and this one.
+rm -f "$code_file" "$pid_file"
 
 # Waits for some seconds, without a process that would be left behind.
 pause() { read -rt "$1" <> <(:) || :; }
@@ -55,6 +56,9 @@ watch_first() {
     done
 }
 
+# Whether the head has ended. It opens the file, whose size NFS may have remembered for a minute.
+has_ended() { read -r _ < "$code_file"; } 2> /dev/null
+
 # Takes a signal, which may come before the line that notes the process that it is for.
 take() {
     is_told=yes
@@ -66,7 +70,10 @@ machine() {
     # Slurm may send a signal to this shell alone, or to all processes of the machine.
     trap 'is_leaving=yes; take TERM "$child"' USR1 TERM
     case $SLURM_PROCID in
-        0) : > "$code_file" ;;  # It has begun.
+        0)
+            : > "$code_file"  # It has begun.
+            # The script sees this shell, unless it is on another machine or in another namespace.
+            ! kill -0 "$script" 2> /dev/null || echo "$$" > "$pid_file" ;;
         [123]) watch_first & watch=$! ;;
     esac
     code=130
@@ -85,11 +92,16 @@ machine() {
             *) break ;;
         esac
     done
+    child=
+    # The node of this machine may have left because the machine is drained, or have given up a lost
+    # head sooner than Slurm does. The watch goes on, since there may be no other, and costs nobody
+    # a machine: Slurm frees none before the whole job ends, also none that is drained.
+    while [ -z "$is_leaving" ] && kill -0 "$watch" 2> /dev/null && ! has_ended; do pause 1; done
     [ -z "$watch" ] || kill "$watch" 2> /dev/null
     if [ "$SLURM_PROCID" = 0 ]; then echo "$code" > "$code_file"; fi
     exit "$code"
 }
-export -f pause may_queue_again watch_first take machine
+export -f pause may_queue_again watch_first has_ended take machine
 
 trap 'was_told=yes; take USR1 "$srun"' USR1
 srun --mem=0 --cpu-bind=none --no-kill -K0 --wait=0 --ntasks-per-node=1 --export=ALL \\
@@ -97,7 +109,17 @@ srun --mem=0 --cpu-bind=none --no-kill -K0 --wait=0 --ntasks-per-node=1 --export
 srun=$!
 [ -z "$is_early" ] || kill -USR1 "$srun"
 # Once the head has ended, the other machines have a minute.
-(until [ -s "$code_file" ]; do pause 5; done; pause 60; kill -TERM "$srun") &
+(
+    until has_ended; do
+        pause 5
+        # Where memory runs out its shell may be killed, too, which then says no exit code.
+        if [ -s "$pid_file" ] && ! kill -0 "$(< "$pid_file")" 2> /dev/null && ! has_ended; then
+            echo lost > "$code_file"
+        fi
+    done
+    pause 60
+    kill -TERM "$srun"
+) &
 limit=$!
 while is_told=; wait "$srun"; ended=$?; [ "$is_told" ]; do :; done
 kill "$limit" 2> /dev/null
@@ -107,7 +129,7 @@ if [ ! -e "$code_file" ] && [ "$ended" != 0 ] && [ -z "$was_told" ]; then
     exit "$ended"  # It would end so again.
 fi
 code=$(cat "$code_file" 2> /dev/null)
-rm -f "$code_file"
+rm -f "$code_file" "$pid_file"
 case ${code:=lost} in
     0) exit 0 ;;  # The job is done.
     # It ended unfinished, or was stopped after a save: the time is over, or others need machines.
