@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
@@ -31,11 +33,21 @@ class ActorLost(Exception):
 
 
 class FakeRef:
-    """A call of an actor's method, made when its result is asked for."""
+    """A call of an actor's method, made when its result is first asked for."""
 
     def __init__(self, call: Callable[[], Any], rank: int) -> None:
-        self.call = call
+        self._call = call
+        self._result: Future[Any] = Future()
         self.rank = rank
+
+    def get(self) -> Any:
+        """The result, or the error, which is the same each time."""
+        if not self._result.done():
+            try:
+                self._result.set_result(self._call())
+            except ActorLost as error:
+                self._result.set_exception(error)
+        return self._result.result()
 
 
 class FakeMethod:
@@ -70,13 +82,37 @@ class FakeGroup:
         return FakeRef(lambda: self, -1)
 
 
+def fake_wait(
+    refs: list[FakeRef],
+    *,
+    head_ends_last: bool,
+    num_returns: int = 1,
+    timeout: float | None = None,
+) -> tuple[list[FakeRef], list[FakeRef]]:
+    """The calls that have ended, those of the highest ranks first, and the other ones.
+
+    Args:
+        head_ends_last: whether the head ends after all others, or nothing else would be seen to
+            end; else all end at the same time.
+    """
+    assert 0 < num_returns <= len(refs)
+    ended = sorted(refs, key=lambda ref: ref.rank, reverse=True)
+    ended = ended[:-1] if head_ends_last and len(refs) > 1 else ended
+    assert num_returns <= len(ended) or timeout == 0, "it would wait for ever"
+    return ended[:num_returns], [ref for ref in refs if ref not in ended[:num_returns]]
+
+
 def fake_ray(
-    monkeypatch: pytest.MonkeyPatch, draining: Callable[[], dict[str, int]] = dict
+    monkeypatch: pytest.MonkeyPatch,
+    draining: Callable[[], dict[str, int]] = dict,
+    *,
+    head_ends_last: bool = True,
 ) -> list[dict[str, Any]]:
     """Puts a module in the place of ray; returns the options with which actors will be started.
 
     Args:
         draining: returns what is drained; this machine is "here".
+        head_ends_last: as for `fake_wait`.
     """
     started: list[dict[str, Any]] = []
     num_asked = itertools.count()
@@ -91,9 +127,8 @@ def fake_ray(
         util=util,
         init=lambda: None,
         remote=remote,
-        get=lambda ref: ref.call(),
-        # The head ends last, or nothing else would be seen to end.
-        wait=lambda refs: ([max(refs, key=lambda ref: ref.rank)], []),
+        get=FakeRef.get,
+        wait=partial(fake_wait, head_ends_last=head_ends_last),
         exceptions=type("exceptions", (), {"RayActorError": ActorLost}),
         get_runtime_context=lambda: SimpleNamespace(
             get_node_id=lambda: "here", get_job_id=lambda: "0a000000"
@@ -159,6 +194,48 @@ def test_ray_acts_on_exit_codes(
     places = [options["scheduling_strategy"] for options in started[:4]]
     assert [len(group.bundles) for group, _ in places] == [2, 2, 1, 1]
     assert places[0][0].strategy == "STRICT_SPREAD"
+
+
+@pytest.mark.parametrize("code", [3, None])
+def test_many_machines_of_ray_that_end_at_once_are_started_again_after_one_pause(
+    code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was a pause for each, so that the first of 60 gave up before the head, the last one to
+    be started again, was there."""
+    fake_ray(monkeypatch, head_ends_last=False)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    running: list[list[int]] = []  # The ranks that were waited for, in the order of their starts.
+    pauses: list[float] = []
+    wait = sys.modules["ray"].wait
+
+    def note_ranks(refs: list[FakeRef], **options: Any) -> object:
+        running.append([ref.rank for ref in refs])
+        return wait(refs, **options)
+
+    class EndingMachine:
+        """A machine whose first run does not finish the job, and whose next one does."""
+
+        def __init__(self) -> None:
+            self._num_runs = 0
+
+        def address(self) -> str:
+            return "127.0.0.1"
+
+        def run(self, *_: object) -> int:
+            self._num_runs += 1
+            if self._num_runs > 1:
+                return 0
+            if code is None:
+                raise ActorLost
+            return code
+
+    monkeypatch.setattr(sys.modules["ray"], "wait", note_ranks)
+    clock = SimpleNamespace(sleep=pauses.append)
+    program["main"].__globals__.update(MAX_MACHINES=100, Machine=EndingMachine, time=clock)
+
+    assert program["main"]() == 0
+    assert pauses == [program["PAUSE_S"]]
+    assert running[-1] == [*range(100)]
 
 
 @pytest.mark.parametrize(("end_s", "told"), [(0, ""), (50, r"\d\d")])

@@ -126,6 +126,23 @@ def address_of(machine: "ray.actor.ActorHandle") -> str:
             time.sleep(PAUSE_S)
 
 
+def code_of(run: "ray.ObjectRef") -> int | None:
+    """The exit code of a run that has ended; None: its machine was lost."""
+    try:
+        return int(ray.get(run))
+    except ray.exceptions.RayActorError:
+        return None
+
+
+def is_again(code: int | None) -> bool:
+    """Whether a machine whose run ended with that code is to run again.
+
+    0: done. 1, 2, 130: starting it again changes nothing. Else it was lost or killed, ended
+    unfinished (3), or found no head (75).
+    """
+    return code not in (0, 1, 2, 130)
+
+
 def main() -> int:
     """Runs the job; returns the exit code of the machine with the head, the first one."""
     ray.init()
@@ -138,23 +155,21 @@ def main() -> int:
     running = {machine.run.remote(rank, head): rank for rank, machine in enumerate(machines)}
     num_restarts = 0
     while True:
-        [ended], _ = ray.wait(list(running))
-        rank = running.pop(ended)
-        try:
-            code = ray.get(ended)
-        except ray.exceptions.RayActorError:
-            code = None  # The machine was lost.
-        # 0: done. 1, 2, 130: starting it again changes nothing. Else it was lost or killed, ended
-        # unfinished (3), or found no head (75).
-        is_again = code not in (0, 1, 2, 130)
-        if rank == 0:
-            if not is_again or num_restarts == RESTARTS_MAX:
-                return 3 if code is None else code
-            num_restarts += 1
-            head = address_of(machines[0])
-        if is_again:
+        [first], _ = ray.wait(list(running))
+        if is_again(code_of(first)):
+            # If the job ended unfinished, all others end now. One pause is for all of them: nobody
+            # waits for the head as long as a pause for each takes.
             time.sleep(PAUSE_S)
-            running[machines[rank].run.remote(rank, head)] = rank
+        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
+        # The head is started first.
+        for rank, code in sorted((running.pop(run), code_of(run)) for run in ended):
+            if rank == 0:
+                if not is_again(code) or num_restarts == RESTARTS_MAX:
+                    return 3 if code is None else code
+                num_restarts += 1
+                head = address_of(machines[0])
+            if is_again(code):
+                running[machines[rank].run.remote(rank, head)] = rank
 
 
 if __name__ == "__main__":
