@@ -11,7 +11,7 @@ from helpers.hf_models import FALCON
 from helpers.jobs import tiny_job
 from helpers.preparing import preparation
 from helpers.saved_datasets import saved_dataset
-from planaria.core.job import DataConfig, ModelConfig
+from planaria.core.job import DataConfig, EvaluationConfig, ModelConfig
 
 CONFIG = GPT2Config(vocab_size=256, n_layer=2, n_embd=16, n_head=2, n_positions=32)
 NOTE = "tokens of planaria's own (data.tokenizer = 'bytes')"
@@ -103,3 +103,60 @@ def test_layers_that_refuse_selective_checkpointing_do_so_with_a_given_profile(
 
     assert measured is not None
     assert "mutated in place" in told.traceback
+
+
+@pytest.mark.parametrize(
+    ("lengths", "padded", "words"),
+    [
+        ([4] * 20 + [12] * 20, 0, "20 of its 40 rows have more tokens than data.sequence_length"),
+        ([4] * 20 + [12] * 20, 0, "so 50.0% of its tokens are left out; set it to 12 "),
+        ([10] * 10 + [4] * 30, 0, "so 27.2% of its tokens are left out; set it to 10 "),
+        ([4] * 40, 0, ""),
+        ([4] * 40, 8, ""),  # What is left out is padding.
+        ([2] * 39 + [5], 0, "so 1.2% of its tokens are left out"),
+        ([4] * 39 + [5], 0, ""),  # 0.6%
+    ],
+)
+def test_tokens_beyond_the_sequence_length_are_told(
+    lengths: list[int], padded: int, words: str, tmp_path: Path
+) -> None:
+    """The default of 128 left out nine tenths of rows of 1,280 without a word."""
+    columns = {
+        "input_ids": [[1] * (length + padded) for length in lengths],
+        "attention_mask": [[1] * length + [0] * padded for length in lengths],
+    }
+    data = saved_dataset(tmp_path, columns)
+
+    told = preparation(replace(tiny_job("gpt2", tmp_path), data=data), tmp_path)
+
+    assert told.mistake is None
+    notes = "\n".join(told.notes)
+    assert words in notes
+    assert ("left out" in notes) == bool(words)
+    assert ("data.path" in notes) == bool(words)
+
+
+def test_tokens_of_held_out_rows_that_are_left_out_are_told(tmp_path: Path) -> None:
+    """The loss that is shown is that of the first tokens alone."""
+    short = saved_dataset(tmp_path / "short", {"input_ids": [[1] * 4] * 40})
+    long = saved_dataset(tmp_path / "long", {"input_ids": [[1] * 16] * 40})
+    job = replace(tiny_job("gpt2", tmp_path), data=short)
+    evaluation = EvaluationConfig(every=1, path=long.path)
+
+    told = preparation(replace(job, evaluation=evaluation), tmp_path)
+    untold = preparation(replace(job, evaluation=replace(evaluation, every=0)), tmp_path)
+
+    assert told.mistake is untold.mistake is None
+    (note,) = (note for note in told.notes if "left out" in note)
+    assert note.startswith(f"evaluation.path = {long.path!r}: 40 of its 40 rows")
+    assert "left out" not in "\n".join(untold.notes)
+
+
+def test_text_in_a_saved_data_set_leaves_no_token_out(tmp_path: Path) -> None:
+    """It is cut into samples, whatever the lengths of its rows."""
+    data = saved_dataset(tmp_path, {"text": ["some words of a text"] * 30})
+
+    told = preparation(replace(tiny_job("gpt2", tmp_path), data=data), tmp_path)
+
+    assert told.mistake is None
+    assert "left out" not in "\n".join(told.notes)

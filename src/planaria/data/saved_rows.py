@@ -37,6 +37,8 @@ from planaria.errors import ConfigError
 TRAINING: Final = ("train",)
 HELD_OUT: Final = ("validation", "test")
 _NO_END: Final = "\n\n"  # Between texts.
+# Share of the tokens that may be left out unsaid. Rows of whole samples may have a target more.
+_UNSAID_SHARE: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,40 @@ def saved_dataset(
         num_ids,
         lengths=row_lengths if len(row_lengths) else None,
         special=special_tokens(model.path) if objective == "masked" else None,
+    )
+
+
+def left_out_text(
+    data: DataConfig,
+    *,
+    objective: str,
+    cache_directory: Path,
+    splits: Sequence[str] = TRAINING,
+    key: str = "data.path",
+) -> str:
+    """The note that tokens beyond `sequence_length` are left out; "": none are, or hardly any.
+
+    Args:
+        data: data of a job that can be loaded (`saved_dataset`), or other than a saved data set.
+        splits: see `loaded_from_disk`.
+        key: key that names the data set.
+    """
+    if data.kind != "hf":
+        return ""
+    saved, path = loaded_from_disk(data.path, splits)
+    if "input_ids" not in saved.column_names:
+        return ""
+    kept = _kept_lengths(saved, replace(data, path=path), objective, cache_directory)
+    lengths = _row_lengths(saved, "input_ids", path, kept).astype(np.int64)
+    length = data.sequence_length
+    share = np.maximum(lengths - length, 0).sum() / lengths.sum()
+    if share < _UNSAID_SHARE:
+        return ""
+    return (
+        f"{key} = {data.path!r}: {(lengths > length).sum()} of its {len(lengths)} rows have more "
+        f"tokens than data.sequence_length = {length}, so {int(1000 * share) / 10}% of its tokens "
+        f"are left out; set it to {lengths.max()} for whole rows, or save rows that are cut into "
+        "several"
     )
 
 
@@ -285,22 +321,28 @@ def _checked_lengths(
         ConfigError: the rows are not lists of integers, or are too short. Padding at the end of a
             row changes nothing where each token sees only those before it.
     """
-    _, compute = arrow_modules()
-    lengths = compute.list_value_length(integer_lists(saved, column, data.path))
-    shortest = compute.min(lengths).as_py() or 0
-    if len(kept):
-        lengths = np.minimum(np.asarray(lengths), kept)
-        shortest = int(lengths.min())
+    lengths = _row_lengths(saved, column, data.path, kept)
+    shortest = int(lengths.min()) if len(lengths) else 0
     if shortest >= data.sequence_length:
         return np.empty(0, dtype=np.int32)
     if objective == "causal" and shortest > 1:
-        return np.minimum(np.asarray(lengths, dtype=np.int32), data.sequence_length)
+        return np.minimum(lengths, data.sequence_length)
     remedy = f"the shortest row of {column} in {data.path} has {shortest} tokens; "
     if objective == "causal":
         remedy += "drop rows of less than two"
     else:
         remedy += f"pack the rows to one length, or set it to {shortest}"
     raise ConfigError("data.sequence_length", data.sequence_length, remedy)
+
+
+def _row_lengths(
+    saved: Any, column: str, path: str, kept: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Number of tokens of each row without padding; see `_checked_lengths` for `kept`."""
+    _, compute = arrow_modules()
+    lists = integer_lists(saved, column, path)
+    lengths = np.asarray(compute.list_value_length(lists), dtype=np.int32)
+    return np.minimum(lengths, kept) if len(kept) else lengths
 
 
 def _check_labels(rows: Any, path: str) -> None:

@@ -6,6 +6,7 @@ mistakes are found and reported before anything is started.
 
 import importlib.util
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from planaria.data.datasets import (
     own_tokens_text,
     vocabulary_size,
 )
+from planaria.data.saved_rows import HELD_OUT, left_out_text
 from planaria.data.text import TokenDataset
 from planaria.engine.blame import mistake_of, text_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
@@ -281,7 +283,8 @@ def _prepare(request: PrepareRequest) -> Prepared:
     learning_rate(job.training, 0)
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
-    notes = (*_transport_notes(request, device), *_data_notes(job, dataset), *model.notes)
+    data_notes = _data_notes(job, dataset, model.objective, cache_directory)
+    notes = (*_transport_notes(request, device), *data_notes, *model.notes)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
     parameters = tuple(
@@ -337,9 +340,16 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
     )
 
 
-def _data_notes(job: JobConfig, dataset: Dataset) -> tuple[str, ...]:
+def _data_notes(
+    job: JobConfig, dataset: Dataset, objective: str, cache_directory: Path
+) -> tuple[str, ...]:
     """The lines that say what in the job's data may not be as the user means it."""
     texts = [unrepeated_text(dataset, job.training), own_tokens_text(job.data, job.model)]
+    if job.model.kind != "paced":
+        left_out = partial(left_out_text, objective=objective, cache_directory=cache_directory)
+        texts.append(left_out(job.data))
+        if job.evaluation.every:
+            texts.append(left_out(job.held_out, splits=HELD_OUT, key="evaluation.path"))
     if job.model.kind == "python":
         texts.append(copied_text(dataset, data=job.data, training=job.training))
     return tuple(filter(None, texts))
