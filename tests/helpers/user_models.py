@@ -43,6 +43,31 @@ def partly_frozen() -> nn.Sequential:
     return nn.Sequential(first, last)
 
 
+class _Twice(nn.Module):
+    """Uses a weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.last(self.first(x))
+        return hidden
+
+
+def tied_within() -> nn.Sequential:
+    """A layer that uses a weight twice, and a classifier."""
+    return nn.Sequential(_Twice(), nn.Linear(8, 5))
+
+
+def tied_and_frozen() -> nn.Sequential:
+    """The same, where that weight is not trained."""
+    module = tied_within()
+    module.get_parameter("0.first.weight").requires_grad_(False)
+    return module
+
+
 def wide() -> nn.Sequential:
     """A classifier whose blocks have more than two MiB of state, so that two may send one."""
     width = 448

@@ -1,5 +1,6 @@
 """A state in the format of another tool becomes a save, bit for bit."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from helpers import user_models
 from helpers.hf_models import FAMILIES, LENGTH, whole_of
 from helpers.saves import stepped_save
 from helpers.user_models import partly_frozen
@@ -212,20 +214,77 @@ def test_a_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         _import(paced, tmp_path / "dcp", tmp_path)
 
 
-def test_a_tied_parameter_may_have_one_name(tmp_path: Path) -> None:
-    """Optimizers of torch know it by its first name."""
+def _tied_save(directory: Path) -> tuple[JobConfig, Manifest, dict[str, Tensor]]:
+    """A job of a model with tied embeddings, a save of it, and the save's tensors by the names of
+    other tools."""
     model = ModelConfig(config=FAMILIES["gpt2"])
     job = _job(model, {"name": "AdamW"}, DataConfig(sequence_length=LENGTH))
     split = split_model(model, seed=0, vocabulary_size=BYTES, sequence_length=LENGTH)
-    tier, manifest = stepped_save(job, split, tmp_path / "saves", vocabulary_size=BYTES)
+    tier, manifest = stepped_save(job, split, directory / "saves", vocabulary_size=BYTES)
     tensors: dict[str, Tensor] = {}
     for layer in range(split.num_layers):
         for name, array in tier.read_layer(manifest, layer).items():
             kind, _, rest = name.partition("/")
             key = rest if kind == "parameter" else f"optimizer.state.{rest.replace('/', '.')}"
-            tensors |= {key: torch.from_numpy(array)} if "lm_head" not in name else {}
-    save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
+            tensors[key] = torch.from_numpy(array)
+    return job, manifest, tensors
+
+
+@pytest.mark.parametrize("left_out", ["lm_head", "transformer.wte", "neither"])
+def test_a_tied_parameter_may_have_one_name(left_out: str, tmp_path: Path) -> None:
+    """Optimizers of torch know it by its first name."""
+    job, manifest, tensors = _tied_save(tmp_path)
+    kept = {name: tensor for name, tensor in tensors.items() if left_out not in name}
+    save(kept, checkpoint_id=tmp_path / "dcp", no_dist=True)
 
     _, imported = _import(job, tmp_path / "dcp", tmp_path)
 
     assert imported.layers == manifest.layers
+
+
+@pytest.mark.parametrize("form", ["{}.weight", "optimizer.state.{}.weight.exp_avg"])
+def test_two_values_of_a_tied_parameter_are_refused(form: str, tmp_path: Path) -> None:
+    """Each of its layers got its own, and the job trained them apart for good."""
+    job, _, tensors = _tied_save(tmp_path)
+    first, other = form.format("transformer.wte"), form.format("lm_head")
+    tensors[other].view(-1)[-1].mul_(1 + 2e-7)
+    assert not torch.equal(tensors[other], tensors[first])
+    save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
+
+    with pytest.raises(ConfigError, match=re.escape(f"its {first} and {other} differ")):
+        _import(job, tmp_path / "dcp", tmp_path)
+    assert tier_of(str(tmp_path / "imported")).versions() == ()
+
+
+def test_a_tied_parameter_with_a_nan_is_taken(tmp_path: Path) -> None:
+    """The same bits under both names are one value, whatever they stand for."""
+    job, _, tensors = _tied_save(tmp_path)
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        tensors[name][0, 0] = torch.nan
+    save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
+
+    tier, imported = _import(job, tmp_path / "dcp", tmp_path)
+
+    assert np.isnan(tier.read_layer(imported, 0)["parameter/transformer.wte.weight"][0, 0])
+
+
+@pytest.mark.parametrize("target", ["tied_within", "tied_and_frozen"])
+def test_two_values_of_a_parameter_that_one_layer_uses_twice_are_refused(
+    target: str, tmp_path: Path
+) -> None:
+    """The second was left out."""
+    model = ModelConfig(kind="python", target=f"helpers.user_models:{target}")
+    job = _job(model, {"name": "AdamW"}, POINTS)
+    torch.manual_seed(0)
+    state = getattr(user_models, target)().state_dict()
+    assert torch.equal(state["0.first.weight"], state["0.last.weight"])
+    save(state, checkpoint_id=tmp_path / "equal", no_dist=True)
+    state["0.last.weight"] = state["0.last.weight"] + 1
+    save(state, checkpoint_id=tmp_path / "unequal", no_dist=True)
+
+    _, imported = _import(job, tmp_path / "equal", tmp_path / "taken")
+
+    assert imported.iteration == 0
+    with pytest.raises(ConfigError, match=r"0\.last\.weight"):
+        _import(job, tmp_path / "unequal", tmp_path)
+    assert tier_of(str(tmp_path / "imported")).versions() == ()

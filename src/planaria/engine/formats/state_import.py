@@ -4,7 +4,7 @@ The tensors have the names of `export_dcp`: "model.{name}" (or "{name}" alone), 
 "optim.state.{name}.{key}" for the optimizer, as `get_optimizer_state_dict` of torch names them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -125,7 +125,8 @@ class _ImportedState:
         """The state of a layer, as saves have it.
 
         Raises:
-            ConfigError: a tensor has another shape, or a frozen parameter has another value.
+            ConfigError: a tensor has another shape, a frozen parameter has another value, or one
+                parameter has two.
         """
         shapes = self.model.parameter_shapes(layer)
         names = {f"parameter/{name}": self.parameters[name] for name in shapes}
@@ -138,15 +139,16 @@ class _ImportedState:
             if own != shape:
                 remedy = f"its {name} is {tuple(own)}, and that of the job's model {tuple(shape)}"
                 raise ConfigError("SOURCE", self.where, remedy)
-        self._refuse_other_frozen(layer)
+        parameters = dict(self.model.structure(layer).named_parameters(remove_duplicate=False))
+        self._refuse_other_frozen(parameters)
+        self._refuse_unequal_names(parameters)
         return {name: _array(name, tensors[place]) for name, place in names.items()}
 
-    def _refuse_other_frozen(self, layer: int) -> None:
+    def _refuse_other_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Refuses another value of a frozen parameter than training would have."""
-        parameters = self.model.structure(layer).named_parameters()
         frozen = {
             f"{self.prefix}{name}": parameter
-            for name, parameter in parameters
+            for name, parameter in parameters.items()
             if not parameter.requires_grad and f"{self.prefix}{name}" in self.source.names
         }
         for name, value in self.source.read(list(frozen)).items():
@@ -159,6 +161,15 @@ class _ImportedState:
                 )
                 raise ConfigError("SOURCE", self.where, remedy)
 
+    def _refuse_unequal_names(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuses two values of a trained parameter that has several names in its layer."""
+        places: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                places.setdefault(parameter, []).append(f"{self.prefix}{name}")
+        for names in places.values():
+            _refuse_unequal(self.source, names, f"parameter/{names[0]}", where=self.where)
+
 
 def _find_state(
     source: StateSource, model: SplitModel, job: JobConfig, *, where: str
@@ -166,7 +177,8 @@ def _find_state(
     """The state of the job's model in a source.
 
     Raises:
-        ConfigError: the source lacks a part of it, or has that of another optimizer.
+        ConfigError: the source lacks a part of it, has that of another optimizer, or has two values
+            of a tied parameter.
     """
     shapes = {
         name: shape
@@ -190,6 +202,8 @@ def _find_state(
         )
         for name in shapes
     }
+    for names in ties:
+        _refuse_unequal_uses(source, names, prefix, by_parameter, where=where)
     kept = {n: _optimizer_keys(job.training, n) for n in {len(shape) for shape in shapes.values()}}
     for name, shape in shapes.items() if by_parameter else ():
         keys = kept[len(shape)]
@@ -209,6 +223,59 @@ def _find_state(
         num_steps=max(steps, default=0),
         is_own=job.model.kind == "python",
     )
+
+
+def _refuse_unequal_uses(
+    source: StateSource,
+    names: Sequence[str],
+    prefix: str,
+    by_parameter: Mapping[str, Mapping[str, str]],
+    *,
+    where: str,
+) -> None:
+    """Refuses two values of a tied parameter, or of the optimizer's state of it.
+
+    Args:
+        names: names of the parameter, one for each layer that uses it.
+        by_parameter: names of the optimizer's tensors, by parameter and key.
+    """
+    places = [f"{prefix}{name}" for name in names]
+    _refuse_unequal(source, places, f"parameter/{names[0]}", where=where)
+    states = [by_parameter[name] for name in names if name in by_parameter]
+    for key in sorted({key for state in states for key in state}):
+        places = [state[key] for state in states if key in state]
+        _refuse_unequal(source, places, f"optimizer/{names[0]}/{key}", where=where)
+
+
+def _refuse_unequal(source: StateSource, places: Sequence[str], name: str, *, where: str) -> None:
+    """Refuses other bits under one name in the source than under another.
+
+    Args:
+        places: names in the source of what is one tensor in the job; it may lack some, and layers
+            may use the same.
+        name: name of the tensor in a save.
+    """
+    known = [place for place in dict.fromkeys(places) if place in source.names]
+    if len(known) < 2:
+        return
+    first, *others = known
+    arrays = {place: _array(name, tensor) for place, tensor in source.read(known).items()}
+    for other in others:
+        if not _have_same_bits(arrays[first], arrays[other]):
+            remedy = (
+                f"its {first} and {other} differ, and are one parameter in the job's model; give "
+                "that the same value under both names, or a model that does not tie them"
+            )
+            raise ConfigError("SOURCE", where, remedy)
+
+
+def _have_same_bits(array: np.ndarray, other: np.ndarray) -> bool:
+    if (array.shape, array.dtype) != (other.shape, other.dtype):
+        return False
+    raw, other_raw = (
+        np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (array, other)
+    )
+    return np.array_equal(raw, other_raw)
 
 
 def _optimizer_names(names: Collection[str]) -> dict[str, dict[str, str]]:
