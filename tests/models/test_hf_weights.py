@@ -1,15 +1,20 @@
 """Weights on disk become parameters by the rules of transformers itself."""
 
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from helpers.hf_models import FAMILIES, chained, ids_of, split_of, whole_of
+from helpers.hf_models import FAMILIES, LENGTH, VOCABULARY, chained, ids_of, split_of, whole_of
+from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
+from planaria.models.hf_model import hf_config, keys_on_disk
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"])
@@ -156,3 +161,51 @@ def test_one_file_comes_before_the_index_of_an_older_save(tmp_path: Path) -> Non
 
     for name, parameter in layer.named_parameters():
         assert torch.equal(whole.get_parameter(name), parameter), name
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    """It writes infinity as {"__float__": "Infinity"}; config.json of a model was refused."""
+    config = CONFIG_MAPPING["mamba2"](
+        num_hidden_layers=2,
+        hidden_size=32,
+        vocab_size=VOCABULARY,
+        state_size=8,
+        num_heads=4,
+        head_dim=16,
+        n_groups=1,
+        time_step_limit=(0.0, math.inf),
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+
+    split = split_of({}, path=str(tmp_path))
+    read = _config_at(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(split.config))  # As an export has it.
+    again = _config_at(tmp_path)
+
+    assert split.notes == ()
+    assert tuple(read.time_step_limit) == tuple(again.time_step_limit) == (0.0, math.inf)
+
+
+def _config_at(directory: Path) -> Any:
+    model = ModelConfig(path=str(directory))
+    return hf_config(model, vocabulary_size=VOCABULARY, sequence_length=LENGTH)
+
+
+def test_numbers_that_json_lacks_are_read_in_lists_and_tables(tmp_path: Path) -> None:
+    """All that are read by transformers, and nothing else that looks like them."""
+    text = """{
+        "number": {"__float__": "Infinity"}, "plain": Infinity, "one": {"a": 1.5, "b": null},
+        "list": [1, [{"__float__": "-Infinity"}], {"deep": {"__float__": "NaN"}}],
+        "others": [{"__float__": "7"}, {"__float__": "NaN", "b": 1}, {"__float__": 3}, "Infinity"]
+    }"""
+    (tmp_path / "config.json").write_text(text)
+
+    keys = keys_on_disk(str(tmp_path))
+
+    assert keys["number"] == keys["plain"] == math.inf
+    assert keys["list"][1] == [-math.inf]
+    assert math.isnan(keys["list"][2]["deep"])
+    assert keys["others"] == json.loads(text)["others"]
+    expected, _ = PreTrainedConfig.get_config_dict(tmp_path)
+    assert repr(keys) == repr({key: expected[key] for key in keys})

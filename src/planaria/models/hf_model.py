@@ -6,6 +6,7 @@ No parameter stays in memory here: the model is built on the meta device.
 import copy
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,10 @@ _ATTENTION: Final = "_attn_implementation"
 _EXPERTS: Final = "_experts_implementation"
 
 QUANTISATION: Final = "quantization_config"  # Key of config.json of a model in which codes are.
+
+# In place of floats that JSON lacks, config.json of transformers has objects with this key alone.
+_FLOAT_TAG: Final = "__float__"
+_TAGGED_FLOATS: Final = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 _OF_IMAGES: Final = "ForImageClassification"
 # By the end of the architecture's name: the class of transformers, and a word for people.
@@ -268,10 +273,18 @@ def keys_on_disk(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError("model.path", path, "it is not a directory with a config.json")
     try:
-        keys: dict[str, Any] = json.loads(file.read_text())
+        keys: dict[str, Any] = json.loads(file.read_text(), object_hook=_without_tag)
     except ValueError as error:
         raise ConfigError("model.path", path, f"config.json is not JSON: {error}") from error
     return keys
+
+
+def _without_tag(value: dict[str, Any]) -> Any:
+    """The float that an object of config.json stands for, or else the object."""
+    tag = value.get(_FLOAT_TAG)
+    if len(value) == 1 and isinstance(tag, str):
+        return _TAGGED_FLOATS.get(tag, value)
+    return value
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
