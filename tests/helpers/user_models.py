@@ -43,6 +43,22 @@ def partly_frozen() -> nn.Sequential:
     return nn.Sequential(first, last)
 
 
+def frozen_blocks() -> nn.Sequential:
+    """A classifier of six blocks of one size that are not trained, each with a buffer."""
+    return nn.Sequential(*(_frozen_block() for _ in range(6)), nn.Linear(8, 5))
+
+
+def frozen_factories() -> list[object]:
+    """The same, each layer built alone where it is needed."""
+    return [*[_frozen_block] * 6, partial(nn.Linear, 8, 5)]
+
+
+def _frozen_block() -> nn.Linear:
+    block = nn.Linear(8, 8).requires_grad_(False)
+    block.register_buffer("scale", torch.full((8, 8), 2.0))
+    return block
+
+
 class _Twice(nn.Module):
     """Uses a weight twice."""
 

@@ -408,15 +408,23 @@ def split_hf_model(
         routers=routers,
         seed=seed,
     )
-    facts = SplitFacts(
-        config=_config_of(skeleton, routers, adapters),
-        vocabulary_size=getattr(skeleton.config, "vocab_size", 0) or 0,
-        loss_field="model.config",
-        notes=weights.notes,
-        float32_names=builder.float32_names,
-    )
+    sizes = tuple(4 * sum(shapes[name].numel() for name in names) for names in own_names)
+    facts = _facts(builder, _config_of(skeleton, routers, adapters), sizes)
     loss = routers.loss_sum if routers else cross_entropy_sum
     return SplitModel(builder, objective=objective, loss=loss, facts=facts)
+
+
+def _facts(
+    builder: HfLayers, config: Mapping[str, Any], whole_bytes: tuple[int, ...]
+) -> SplitFacts:
+    return SplitFacts(
+        config=config,
+        vocabulary_size=getattr(builder.frame.model.config, "vocab_size", 0) or 0,
+        loss_field="model.config",
+        notes=builder.weights.notes,
+        float32_names=builder.float32_names,
+        whole_bytes=whole_bytes,
+    )
 
 
 def _config_of(

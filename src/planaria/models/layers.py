@@ -79,6 +79,7 @@ class SplitFacts:
         notes: lines for the user to read before the job trains.
         float32_names: function that returns the names of parameters and buffers that stay in
             float32 where the layers work in bfloat16.
+        whole_bytes: bytes of each layer; see `SplitModel.whole_bytes`.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class SplitFacts:
     loss_field: str = "model.target"
     notes: tuple[str, ...] = ()
     float32_names: Callable[[], frozenset[str]] = frozenset
+    whole_bytes: tuple[int, ...] = ()
 
 
 class SplitModel:
@@ -107,8 +109,8 @@ class SplitModel:
     """
 
     __slots__ = (
-        *("_builder", "_loss", "_loss_field", "config", "float32_names", "layer_names", "notes"),
-        *("objective", "tied", "virtual", "vocabulary_size"),
+        *("_builder", "_loss", "_loss_field", "_whole_bytes", "config", "float32_names"),
+        *("layer_names", "notes", "objective", "tied", "virtual", "vocabulary_size"),
     )
 
     def __init__(
@@ -121,7 +123,7 @@ class SplitModel:
         facts: SplitFacts | None = None,
     ) -> None:
         facts = facts or SplitFacts()
-        self._loss_field = facts.loss_field
+        self._loss_field, self._whole_bytes = facts.loss_field, facts.whole_bytes
         self.config, self.notes = facts.config, facts.notes
         self.float32_names, self.vocabulary_size = facts.float32_names, facts.vocabulary_size
         self.virtual = virtual
@@ -147,6 +149,13 @@ class SplitModel:
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shape of each parameter of the layer that is trained, in `named_parameters` order."""
         return self._builder.parameter_shapes(layer)
+
+    def whole_bytes(self, layer: int) -> int:
+        """Bytes of the layer's parameters, trained or not, and of buffers of the user's own layers.
+
+        0 if the model is paced.
+        """
+        return self._whole_bytes[layer] if self._whole_bytes else 0
 
     def virtual_output_bytes(self, layer: int) -> int:
         """Bytes of the layer's output according to its profile; 0 if the model is not paced."""

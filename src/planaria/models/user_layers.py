@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from planaria.errors import ConfigError
 from planaria.models.layers import (
     LossFunction,
+    SplitFacts,
     SplitModel,
     TiedGroup,
     boundary,
@@ -71,7 +72,15 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
         shapes=tuple({name: p.shape for name, p in layer.items()} for layer in parameters),
         tied=tied_groups([{name: id(p) for name, p in layer.items()} for layer in parameters]),
     )
-    return SplitModel(builder, objective="supervised", loss=loss)
+    facts = SplitFacts(whole_bytes=tuple(map(_num_bytes, modules)))
+    return SplitModel(builder, objective="supervised", loss=loss, facts=facts)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers, of those with several names for each."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in (*parameters, *buffers))
 
 
 @contextmanager

@@ -165,6 +165,47 @@ def test_layers_of_ones_own_are_exported_with_what_was_frozen(tmp_path: Path) ->
             assert torch.equal(state[name], trained.get(name, tensor)), name
 
 
+@pytest.mark.parametrize("target", ["frozen_blocks", "frozen_factories"])
+def test_files_of_frozen_layers_have_a_bounded_size(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen layers counted nothing, so that the whole model was one file, which was made in
+    memory."""
+    config = ModelConfig(kind="python", target=f"helpers.user_models:{target}")
+    job = JobConfig(model=config, data=DataConfig(kind="python"))
+    split = split_model(config, seed=0, vocabulary_size=0, sequence_length=1)
+    tier, manifest = stepped_save(job, split, tmp_path / "saves")
+    model = whole_model(tier, manifest, adapters=Adapters.MERGED)
+    export_whole(model, tmp_path / "one")
+
+    largest = max(
+        sum(tensor.nbytes for tensor in model.tensors(layer).values())
+        for layer in range(split.num_layers)
+    )
+    monkeypatch.setattr("planaria.checkpoint.disk.outgoing.SHARD_BYTES", 2 * largest)
+    export_whole(model, tmp_path / "several")
+
+    files = {path: load_file(path) for path in (tmp_path / "several").glob("*.safetensors")}
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in files.values()]
+    assert max(sizes) <= 2 * largest
+    assert len(files) == 4  # Three of two blocks each, and one of the last layer.
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    parts = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_frozen_parameters_of_transformers_count_for_the_size_of_files(tmp_path: Path) -> None:
+    """As of adapters that stay beside the weights."""
+    pytest.importorskip("peft")
+    tier, manifest = _adapted_save("llama", tmp_path, ["q_proj"])
+    model = whole_model(tier, manifest)
+
+    for layer in range(model.split.num_layers):
+        num_bytes = sum(tensor.nbytes for tensor in model.tensors(layer).values())
+        assert model.split.whole_bytes(layer) == num_bytes > 0
+
+
 def test_a_save_without_the_facts_of_its_model_is_refused(tmp_path: Path) -> None:
     """Older releases did not write them; a save of another model is refused, too."""
     tier, manifest = _plain_save(tmp_path)

@@ -234,10 +234,7 @@ def write_model(
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: array for layer in layers for name, array in read(layer).items()}
-        where |= dict.fromkeys(tensors, file)
-        content = safetensors_content(tensors, metadata={"format": "pt"})
-        target.write(file, content, may_write=_always)
+        where |= dict.fromkeys(_write_layers(target, file, layers, read), file)
         names.append(file)
     texts: dict[str, Mapping[str, Any]] = {}
     if len(shards) > 1:
@@ -248,6 +245,22 @@ def write_model(
         content = json.dumps(value, indent=2).encode() + b"\n"
         target.write(file, content, may_write=_always)
     return (*names, *texts)
+
+
+def _write_layers(
+    target: Directory,
+    file: str,
+    layers: Sequence[int],
+    read: Callable[[int], Mapping[str, np.ndarray]],
+) -> list[str]:
+    """Writes the tensors of some layers to one file; returns their names.
+
+    Nothing of them stays in memory while those of the next file are read.
+    """
+    tensors = {name: array for layer in layers for name, array in read(layer).items()}
+    content = safetensors_content(tensors, metadata={"format": "pt"})
+    target.write(file, content, may_write=_always)
+    return list(tensors)
 
 
 def copy_companions(origin: str, target: Directory) -> tuple[str, ...]:

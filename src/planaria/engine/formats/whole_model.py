@@ -1,7 +1,8 @@
 """The whole model of a save, layer by layer: with what was frozen, and with adapters merged.
 
 A save has trained parameters only. The others come from where training began: from the directory
-`model.path`, or from the seed. One layer at a time is in memory.
+`model.path`, or from the seed. One layer at a time is in memory, or, of an export as safetensors,
+those of one file.
 """
 
 from collections.abc import Mapping
@@ -144,10 +145,7 @@ def export_whole(model: WholeModel, output: Path) -> tuple[str, ...]:
     head = model.split.num_layers - 1
     if config.get(_TIED) and any(map(is_adapter, model.split.parameter_shapes(head))):
         config[_TIED] = False  # The head is not the embedding any more.
-    sizes = [
-        4 * sum(shape.numel() for shape in plain.parameter_shapes(layer).values())
-        for layer in range(plain.num_layers)
-    ]
+    sizes = [plain.whole_bytes(layer) for layer in range(plain.num_layers)]
 
     def read(layer: int) -> Mapping[str, np.ndarray]:
         return {name: tensor.numpy() for name, tensor in model.tensors(layer).items()}
