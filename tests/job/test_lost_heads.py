@@ -115,6 +115,19 @@ def test_a_scheduler_starts_a_job_again_with_the_command_of_its_first_start(tmp_
     assert starts == [-1, 10]
 
 
+def test_a_scheduler_begins_no_job_anew_whose_saves_are_all_damaged(tmp_path: Path) -> None:
+    """It trained anew from iteration 0, and no line said so. A first save that was not finished is
+    no reason to stop."""
+    left = Left(tmp_path / "saves")
+    left.tier.write_layer(5, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
+    assert left.start(may_begin=True) == -1
+    left.save(10)
+    left.tier.set_aside("10-0")
+
+    with pytest.raises(ConfigError, match=r"10-0: .*; leave --resume-if-saved out to begin anew"):
+        left.start(may_begin=True)
+
+
 def test_a_job_goes_on_from_a_save_that_is_newer_than_what_nodes_have_saved(left: Left) -> None:
     left.save(20)
     left.save_part(0, 1, age=17)

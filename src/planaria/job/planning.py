@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.disk.tiers import Manifest, Start, Tier, newest_complete
+from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Start, Tier, newest_complete
 from planaria.core.job import JobConfig
 from planaria.core.plan import (
     ModelProfile,
@@ -126,7 +126,7 @@ def starting_point(
     """The checkpoint to go on from; None for a fresh start.
 
     Args:
-        may_begin: whether a job that is to resume begins anew if there is no checkpoint.
+        may_begin: whether a job that is to resume begins anew if no checkpoint was ever finished.
 
     Raises:
         ConfigError: there is no checkpoint to resume from, it belongs to another job, or a fresh
@@ -152,12 +152,15 @@ def starting_point(
                 "with --resume (resume=True in Python), or name another directory",
             )
         return None
-    if manifest is None and may_begin:
-        return None
     if manifest is None:
-        why = f" ({versions[0].name}: {versions[0].reason})" if versions else ""
+        unusable = [each for each in versions if each.reason != UNPUBLISHED]
+        if may_begin and not unusable:
+            return None
+        option = "--resume-if-saved" if may_begin else "--resume"
+        first = next(iter((*unusable, *versions)), None)
+        why = f" ({first.name}: {first.reason})" if first else ""
         remedy = (
-            f"it holds no complete checkpoint to resume from{why}; leave --resume out to begin anew"
+            f"it holds no complete checkpoint to resume from{why}; leave {option} out to begin anew"
         )
         raise ConfigError("checkpoint.directory", directory, remedy)
     _check_same_job(config, manifest)
