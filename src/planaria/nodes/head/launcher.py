@@ -458,6 +458,8 @@ class Launcher:
         """Has training stop at the next commit; without a reason, the user asked for it."""
         if not self._stop_requested:
             self._stop_requested = True
+            if reason and self._head is not None:
+                self._head.stops_early = True
             self._leaders.send(StopRequested())
             self._call_observer(partial(self._observer.on_stop_request, reason))
 

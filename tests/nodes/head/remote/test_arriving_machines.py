@@ -239,16 +239,20 @@ async def test_a_machine_that_was_away_when_its_job_ended_is_told_so_when_it_is_
         assert (await line.wait(JobOver)).is_done
 
 
+@pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("ending", list(Ending))
 @runs
-async def test_an_agent_succeeds_if_its_job_is_finished(tmp_path: Path, ending: Ending) -> None:
-    """Its exit code is 0 then, and 3 else: it was 0, too, where the user had stopped the job."""
+async def test_an_agent_succeeds_if_its_job_is_finished(
+    tmp_path: Path, ending: Ending, is_early: bool
+) -> None:
+    """Its exit code is 0 then, and 3 else: it was 0, too, where the user had stopped the job, and 3
+    where a callback had, which ended the head with 0."""
     async with arriving_machines(tmp_path) as head:
         line = await head.join()
-        await head.machines.end_all(ended(ending))
+        await head.machines.end_all(ended(ending), is_early=is_early)
 
         is_done = (await line.wait(JobOver)).is_done
-        assert is_done == (ending is Ending.FINISHED)
+        assert is_done == (ending is Ending.FINISHED or (is_early and ending is Ending.STOPPED))
 
 
 def ended(ending: Ending) -> Ended:

@@ -11,8 +11,10 @@ from helpers.command import keep_request_sockets_in
 from helpers.fake_fork_server import FakeForkServer, Line
 from helpers.jobs import leader_spec
 from helpers.left_runs import come_back, is_told_the_end, open_left_head
+from helpers.recorder_messages import running
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.kinds import Ending
+from planaria.core.machine_messages import JobOver
 from planaria.core.records import Ended, Leading, Unrecorded
 from planaria.core.specs import NodeSpec
 from planaria.nodes.forkserver import ForkServer
@@ -166,3 +168,26 @@ def test_a_run_whose_records_nobody_can_read_is_kept(
         assert len(job.lines) == (1 if says else RESTARTS_MAX + 1)
         assert all(line.spec.rescue is None for line in job.lines)
         job.server.close()
+
+
+@pytest.mark.parametrize("reason", ["", "on_commit of Enough returned True"])
+def test_machines_of_a_job_that_has_had_enough_are_told_that_it_is_done(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback had ended it: the head ended with 0, and its agents with 3."""
+    monkeypatch.setattr(_Observer, "stop_reason", reason)
+    says = (
+        Leading(term=2, now_s=0.0),
+        running(0.0),
+        Ended(ending=Ending.STOPPED, reason="", failure=None, nodes=(), epoch=3),
+    )
+    with open_left_head(tmp_path) as (head, runner):
+        job = TakenUp(head, tmp_path, *says)
+        with head:
+            line = runner.run(come_back(head.leader_sockets.address))
+            job.run()
+        runner.run(line.wait_end())
+        job.server.close()
+
+    (over,) = [message for message in line.heard if isinstance(message, JobOver)]
+    assert over.is_done == bool(reason)

@@ -371,9 +371,10 @@ class Machines:
         for node in self._nodes.reachable():
             logger.warning("node %s did not leave in %.0f s", node, EXIT_TIMEOUT_S)
 
-    async def end_all(self, ended: Ended | None) -> None:
+    async def end_all(self, ended: Ended | None, *, is_early: bool = False) -> None:
         """See NodeHandles. The machines are told how the job has ended, and leave."""
-        is_done = ended is not None and ended.ending is Ending.FINISHED
+        endings = (Ending.FINISHED, Ending.STOPPED) if is_early else (Ending.FINISHED,)
+        is_done = ended is not None and ended.ending in endings
         text = "the head ended the job"
         if ended is not None:
             text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")

@@ -114,6 +114,7 @@ class OpenHead:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
         keeps_run: whether nodes of a head before this one may live with which this one has not gone
             on yet. They and their journal are left as they are if this head ends.
+        stops_early: whether the job itself has asked for its end, and is done then.
         run_place: name of the directory of a run in which nodes read where this head listens
             (checkpoint/disk/parts.py); "": in none yet.
         answer_job: function that answers what users ask about the job; until the job begins only
@@ -134,6 +135,7 @@ class OpenHead:
         self.operator = operator
         self.is_taken_up = False
         self.keeps_run = keeps_run
+        self.stops_early = False
         self.run_place = ""
         self._touching: asyncio.Task[None] | None = None
         self.machines = machines
@@ -202,7 +204,7 @@ class OpenHead:
         if self.keeps_run:
             await self.machines.close()
         else:
-            await self.machines.end_all(_result_of(ended))
+            await self.machines.end_all(_result_of(ended), is_early=self.stops_early)
             if self.operator is not None:
                 await self.operator.cancel_requests()
         self._acceptor.close()
