@@ -384,8 +384,8 @@ class ClusterConfig:
     )
     wait_s: float = _key(
         600.0,
-        "seconds that a job on several machines waits for more of them when too few nodes are left "
-        "to go on; before that it saves what is whole; 0: it ends at once",
+        "seconds that a job on several machines waits for more of them when fewer nodes are left "
+        "than can hold the model; before that it saves what is whole; 0: it ends at once",
     )
     checksums: Literal["auto", "on", "off"] = _key(
         "auto",
@@ -403,10 +403,10 @@ class ClusterConfig:
     notice: str = _key(
         "",
         "where each node looks for a notice that it will be taken away; the absolute path of a "
-        "file that is made as the notice, or an http:// URL that answers with one (its text may be "
-        "the number of seconds that are left, or a time such as 2026-01-31T12:00:00Z); ec2 or "
-        "gcp: the machine's own metadata in that cloud; slurm: whether Slurm drains it; {node} "
-        "is replaced by the node's number; empty: nowhere",
+        "file that is made as the notice, or an http:// or https:// URL that answers with one (its "
+        "text may be the number of seconds that are left, or a time such as 2026-01-31T12:00:00Z); "
+        "ec2 or gcp: the machine's own metadata in that cloud; slurm: whether Slurm drains it; "
+        "{node} is replaced by the node's number; empty: nowhere",
     )
     health_check: str = _key(
         "",
