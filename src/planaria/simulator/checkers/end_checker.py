@@ -154,10 +154,14 @@ class EndChecker:
                 yield f"could go on without the node: {ended.reason}"
         elif self._is_early:
             yield f"ended {self._cluster.loop.now_s - observed.lost_s} s after: {ended.reason}"
-        elif idle := unused_grants(self._cluster, self._faults) - {*ended.nodes, *observed.gone}:
+        elif (idle := self._unused_grants()) and not self._cluster.stop_requested:
             yield f"node {idle} had been granted, and the job ends: {ended.reason}"
         elif not self._is_short(num_left):
             yield f"{num_left} nodes are left, and the job ends: {ended.reason}"
+
+    def _unused_grants(self) -> set[int]:
+        gone = {*self._ended.nodes, *self._observed.gone}
+        return unused_grants(self._cluster, self._faults) - gone
 
     @property
     def _is_early(self) -> bool:
