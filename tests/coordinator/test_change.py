@@ -158,6 +158,21 @@ def test_a_node_leaves_at_a_commit_and_only_then(word: str) -> None:
     assert of_type(cluster.commands, Recovering) == []
 
 
+def test_a_job_that_nodes_leave_saves_where_it_gets_less_safe() -> None:
+    """It saved after losses alone. Machines that are taken away with a notice shrank it, and the
+    next loss cost all that was trained."""
+    cluster = training(rules(), shaped_plan((1, 1, 1), 6))
+    for node in (0, 1):
+        cluster.hear(NoticeTaken(node=node, rank=node, after_s=30.0))
+        cluster.train(cluster.state.commits.next_iteration)
+        cluster.train(cluster.state.commits.next_iteration)
+
+    changed = of_type(cluster.commands, Changed)
+    assert [notice.is_newly_degraded for notice in changed] == [False, True]
+    assert "only f' = 0 failures" in changed[1].degraded
+    assert [order.persists for order in joins(cluster)] == [False, True]
+
+
 def test_a_node_that_leaves_is_kept_for_others_that_are_about_to_join() -> None:
     """For half of its notice: two nodes tolerate a failure, and one would tolerate none."""
     for later_s, is_waiting in ((14.0, True), (16.0, False)):

@@ -310,19 +310,37 @@ def test_nothing_is_saved_before_the_first_iteration() -> None:
     assert end.ending is Ending.LOST
 
 
-def test_too_few_nodes_for_f_failures_are_warned_of_once_and_saved_once() -> None:
-    """The job goes on, and nobody has to hear it again at each loss."""
+def test_too_few_nodes_for_f_failures_are_warned_of_and_saved_at_each_step_down() -> None:
+    """The job goes on. Only the first step was told and saved: a job that had shrunk further lost
+    all that was trained since."""
     cluster = trained(FakeCluster(small_rules(n0=1, failures_tolerated=2), TOP_HEAVY))
     cluster.lose(0)
     cluster.lose(1)
     cluster.lose(2)
 
-    notices = [notice.degraded for notice in of_type(cluster.commands, Decided)]
+    decided = of_type(cluster.commands, Decided)
+    notices = [notice.degraded for notice in decided]
     orders = of_type(cluster.commands, StartEpoch)
-    assert [bool(text) for text in notices] == [False, True, False]
+    assert [notice.is_newly_degraded for notice in decided] == [False, True, True]
+    assert notices[0] == ""
     assert "2 nodes are left, fewer than (f + 1) * n0 = 3" in notices[1]
     assert "only f' = 1 failures" in notices[1]
-    assert [order.persists for order in orders] == [False, False, True, False]
+    assert "only f' = 0 failures" in notices[2]
+    assert [order.persists for order in orders] == [False, False, True, True]
+
+
+def test_a_loss_that_leaves_a_job_as_safe_as_it_was_is_no_news() -> None:
+    """The standing warning is told with each message, so that status has it; nothing is saved."""
+    policy = Survivors(num_idle=2)
+    cluster = trained(FakeCluster(small_rules(n0=1, policy=policy), TOP_HEAVY))
+    cluster.lose(0)
+    policy.num_idle = 1
+    cluster.lose(1)
+
+    first, second = of_type(cluster.commands, Decided)
+    assert (first.is_newly_degraded, second.is_newly_degraded) == (True, False)
+    assert "only f' = 0 failures" in second.degraded
+    assert [order.persists for order in of_type(cluster.commands, StartEpoch)][-1] is False
 
 
 def test_a_layer_that_is_left_on_too_few_nodes_is_warned_of() -> None:

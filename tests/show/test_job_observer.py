@@ -61,7 +61,9 @@ def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
     """The second decides again what the first did not live to record."""
     observer, recorder, notes = watched()
     observer.on_message(loss_message(20.0, 6))
-    message = structs.replace(decision_message(21.0), degraded="one node is left")
+    message = structs.replace(
+        decision_message(21.0), degraded="one node is left", is_newly_degraded=True
+    )
     observer.on_message(message)
     observer.on_message(message)
 

@@ -35,6 +35,7 @@ from planaria.coordinator.learning.profile_correction import iteration_s, policy
 from planaria.coordinator.learning.slowness import with_joining_speeds, without_former_members
 from planaria.coordinator.membership.shortage import (
     degraded_text,
+    is_newly_degraded,
     num_tolerated,
     refuse_drains,
     shortage_text,
@@ -339,6 +340,9 @@ def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> Sta
         addresses={rank: (worker.host, worker.port) for rank, worker in state.workers.items()},
         iteration=iteration,
         rounds=switch.rounds,
+        # The last switch of a change that leaves the job less safe than it was.
+        persists=not switch.plan.silent
+        and is_newly_degraded(rules, state, len(switch.nodes), switch.plan),
         since=state.commits.origin.epoch,
         copies=copies,
         idle=idle_of(rules, switch.plan, copies),
@@ -410,7 +414,6 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     change = replace(change, pause_s=change.pause_s + pause_s)
     if state.plan.silent or change.waves:
         return replace(state, change=change), ()
-    degraded = degraded_text(rules, state, state.plan)
     transition = change.transition
     notice = Changed(
         epoch=state.epoch,
@@ -429,21 +432,19 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
         now_s=now_s,
         time_to_failure_s=change.time_to_failure_s,
         reason=change.reason,
-        degraded=degraded,
+        degraded=degraded_text(rules, len(state.nodes), state.plan),
+        is_newly_degraded=is_newly_degraded(rules, state, len(state.nodes), state.plan),
         inputs=change.inputs,
     )
-    f = rules.job.resilience.failures_tolerated
     kinds = set(change.kinds.values())
     was_searched = state.search.is_plan_searched and kinds <= {ChangeKind.SLOW, ChangeKind.FAST}
     is_searched = kinds <= {ChangeKind.REFORM} or was_searched
-    is_degraded = bool(degraded) or (
-        state.membership.is_degraded and num_tolerated(rules, state, state.plan) < f
-    )
+    tolerance = num_tolerated(rules, len(state.nodes), state.plan)
     state = replace(
         state,
         change=None,
         search=replace(state.search, is_plan_searched=is_searched),
-        membership=replace(state.membership, is_degraded=is_degraded),
+        membership=replace(state.membership, tolerance=tolerance),
     )
     return state, (Notify(notice),)
 

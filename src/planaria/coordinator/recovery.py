@@ -39,7 +39,9 @@ from planaria.coordinator.learning.profile_correction import policy_of
 from planaria.coordinator.learning.slowness import with_joining_speeds, without_former_members
 from planaria.coordinator.membership.shortage import (
     degraded_text,
+    is_newly_degraded,
     left_text,
+    num_tolerated,
     refuse_drains,
     shortage_text,
     with_untold_shortage,
@@ -442,8 +444,8 @@ def _resume(
     )
     if best.goes_back and event.saved is not None and is_elsewhere(state, outcome, event.saved):
         state, outcome = go_back(state, event.saved)
-    degraded = degraded_text(rules, state, best.after)
-    order = _order(rules, state, outcome, best, persists=bool(degraded))
+    is_new = is_newly_degraded(rules, state, len(state.nodes), best.after)
+    order = _order(rules, state, outcome, best, persists=is_new)
     recovery = expected_recovery(rules, state, best.downtime_s)
     notice = Decided(
         epoch=state.epoch,
@@ -466,14 +468,15 @@ def _resume(
         predicted_recovery_s_min=recovery.least_s,
         predicted_recovery_s_max=recovery.most_s,
         time_to_failure_s=time_to_failure_s(rules, state, loss.lost_s),
-        degraded=degraded,
+        degraded=degraded_text(rules, len(state.nodes), best.after),
+        is_newly_degraded=is_new,
         inputs=inputs,
     )
     decision = Decision(order=order, predicted_s=best.iteration_s)
     state = with_likely(with_choice(rules, state, best, now_s), recovery.likely_s)
-    is_degraded = state.membership.is_degraded or bool(degraded)
+    tolerance = num_tolerated(rules, len(state.nodes), best.after)
     state = replace(
-        state, plan=best.after, membership=replace(state.membership, is_degraded=is_degraded)
+        state, plan=best.after, membership=replace(state.membership, tolerance=tolerance)
     )
     state, warnings = with_exposed_domains(rules, state, best.after, order.copies)
     state, commands = _record_decision(state, outcome, decision)

@@ -123,7 +123,7 @@ def restored_step(
             returning_ticks=TICKS_PER_LEASE,
             failures=members.failures,
             history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
-            is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
+            tolerance=len(plan.nodes) // rules.n0 - 1,
         ),
         facts=EpochFacts(loss=Loss(LossKind.LOST, (), _UNKNOWN_LOSS, now_s)),
         saves=Saves(spoilt=frozenset(members.spoilt), since_epoch=members.epoch),

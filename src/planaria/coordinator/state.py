@@ -99,7 +99,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
         candidates: nodes that have arrived and are not members.
         leaving: nodes that are to leave, with the request for each.
         postponed: nodes on unfit machines that are to leave once others can take their places.
-        is_degraded: whether the launcher knows that fewer than f failures are tolerated.
+        tolerance: number of failures at once that the launcher knows to be survived; None: f.
     """
 
     gone: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Mapping[int, WaitingNode] = msgspec.field(default_factory=dict)
     leaving: Mapping[int, LeaveRequest] = msgspec.field(default_factory=dict)
     postponed: Mapping[int, LeaveRequest] = msgspec.field(default_factory=dict)
-    is_degraded: bool = False
+    tolerance: int | None = None
 
 
 class EpochFacts(msgspec.Struct, frozen=True, kw_only=True):

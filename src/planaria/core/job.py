@@ -263,8 +263,8 @@ class CheckpointConfig:
     )
     persist_every: int = _key(
         0,
-        "number of iterations from one save to the next; 0: the job saves only at its end and on "
-        "Ctrl-C",
+        "number of iterations from one save to the next; 0: the job saves only at its end, on "
+        "Ctrl-C, and when it begins to survive fewer failures than resilience.failures_tolerated",
     )
     keep: int = _key(2, "how many of the newest saves stay; 0: all")
     timeout_s: float = _key(

@@ -305,8 +305,8 @@ class Decided(Message, frozen=True, kw_only=True):
             copies in memory or from the job's start.
         copied: age of the copies in memory that all go back to; -1: not to copies.
         time_to_failure_s: mean time to the next failure that the candidates are weighed with.
-        degraded: warning if from now on fewer failures are tolerated than the job asks for; else
-            "".
+        degraded: warning if fewer failures are tolerated than the job asks for; else "".
+        is_newly_degraded: whether fewer are tolerated than before.
         inputs: facts from which this was decided.
     """
 
@@ -331,6 +331,7 @@ class Decided(Message, frozen=True, kw_only=True):
     copied: int = -1
     time_to_failure_s: float = 0.0
     degraded: str = ""
+    is_newly_degraded: bool = False
     inputs: DecisionInputs | None = None
 
 
@@ -360,7 +361,7 @@ class Changed(Message, frozen=True, kw_only=True):
 
     Attributes:
         kinds: kind of change by node.
-        candidates, time_to_failure_s, degraded, inputs: the same as in Decided.
+        candidates, time_to_failure_s, degraded, is_newly_degraded, inputs: the same as in Decided.
         predicted_s: predicted seconds of an iteration.
         asked_s: time at which the change was begun.
         pause_s: seconds in which ranks did not train, all switches together.
@@ -384,6 +385,7 @@ class Changed(Message, frozen=True, kw_only=True):
     time_to_failure_s: float = 0.0
     reason: str = ""
     degraded: str = ""
+    is_newly_degraded: bool = False
     inputs: DecisionInputs | None = None
 
 

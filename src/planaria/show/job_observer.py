@@ -275,7 +275,8 @@ class JobObserver:
 
     def _note_degraded(self, message: Decided | Changed) -> None:
         text = message.degraded
-        if text and self._recorder.on_degraded(text, iteration=message.iteration):
+        is_new = message.is_newly_degraded
+        if is_new and self._recorder.on_degraded(text, iteration=message.iteration):
             self._display.note(f"degraded: {text}")
 
 

@@ -74,13 +74,16 @@ def _is_drained(state: JobState, node: int) -> bool:
     return node in leaving and leaving[node].kind is ChangeKind.DRAIN
 
 
-def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
-    """The warning that f failures are no longer tolerated; empty if they are, or if told before."""
-    f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
-    num_survived = num_tolerated(rules, state, plan)
-    if num_survived >= f or state.membership.is_degraded:
+def degraded_text(rules: Rules, num_nodes: int, plan: Plan) -> str:
+    """The warning that f failures are not tolerated; empty if they are.
+
+    Args:
+        num_nodes: number of members; some may have no layers in the plan.
+    """
+    num_survived = num_tolerated(rules, num_nodes, plan)
+    if num_survived >= rules.job.resilience.failures_tolerated:
         return ""
-    wanted = (f + 1) * rules.n0
+    wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
     why = (
         f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {wanted}"
         if num_nodes < wanted
@@ -89,9 +92,21 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
     return f"{why}; from now on the job survives only f' = {num_survived} failures at once"
 
 
-def num_tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
-    """The largest number of nodes that may be lost at once, whichever they are."""
-    return min(len(state.nodes) // rules.n0, *map(len, plan.holder_sets)) - 1
+def is_newly_degraded(rules: Rules, state: JobState, num_nodes: int, plan: Plan) -> bool:
+    """Whether fewer than f failures are tolerated, and fewer than the launcher knows; then the job
+    saves."""
+    return num_tolerated(rules, num_nodes, plan) < _known_tolerance(rules, state)
+
+
+def _known_tolerance(rules: Rules, state: JobState) -> int:
+    f = rules.job.resilience.failures_tolerated
+    return f if state.membership.tolerance is None else min(f, state.membership.tolerance)
+
+
+def num_tolerated(rules: Rules, num_nodes: int, plan: Plan) -> int:
+    """The largest number of nodes that may be lost at once, whichever they are; see
+    `degraded_text`."""
+    return min(num_nodes // rules.n0, *map(len, plan.holder_sets)) - 1
 
 
 def left_text(num_nodes: int) -> str:
