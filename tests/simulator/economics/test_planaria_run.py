@@ -374,14 +374,18 @@ def test_a_pause_without_a_loss_takes_as_long_as_it_is_told() -> None:
     assert missing == pytest.approx(lost_s / each_s, abs=1.0)
 
 
-def test_a_save_that_an_epoch_begins_with_counts_once_it_is_written() -> None:
-    """The answer to a loss may leave the job with fewer copies, so it is saved at once; a better
-    plan, which is weighed by what is unsaved, is looked for before the next commit."""
+@pytest.mark.parametrize("kind", [LOST, NOTICE])
+def test_a_save_that_an_epoch_begins_with_counts_once_it_is_written(kind: OccurrenceKind) -> None:
+    """A job that has fewer copies afterwards is saved at once; a better plan, which is weighed by
+    what is unsaved, is looked for before the next commit."""
     setting = small(**{"resilience.failures_tolerated": 2, "checkpoint.persist_every": 0}).setting
     run = PlanariaSystem().begin(replace(setting, costs=RecoveryCosts(save_bytes_per_s=1e12)))
     run.run_until(1000.0)
-    run.lose((0,), 1000.0)
-    for hundredths in range(1, 1000):
+    if kind is LOST:
+        run.lose((0,), 1000.0)
+    else:
+        run.give_notice((0,), 1000.0, deadline_s=1120.0)
+    for hundredths in range(1, 10_000):
         run.run_until(1000.0 + hundredths / 100.0)
         if run._state.saves.newest_iteration >= 0:
             break

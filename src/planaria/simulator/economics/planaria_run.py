@@ -110,7 +110,6 @@ class PlanariaRun:
 
     Attributes:
         account: seconds and samples so far.
-        num_decisions: number of losses that the coordinator answered, by name of the answer.
         machines: machines of the cluster.
     """
 
@@ -126,7 +125,6 @@ class PlanariaRun:
     ) -> None:
         self._replay, self._per_node = replay or RepeatedRun(), rules.job.cluster.devices_per_node
         self.account = Account(rules.job.training.global_batch_size)
-        self.num_decisions: dict[str, int] = {}
         self._rules, self._plan_of, self._costs, self._problem = rules, plan_of, costs, problem
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_posted = 0
@@ -160,8 +158,7 @@ class PlanariaRun:
         learning = replace(self._state.learning, findings=self._replay.findings)
         self._state = replace(self._state, learning=learning)
         self._carry_out(commands, now_s)
-        nodes = tuple(self._nodes.nodes)
-        self._post(now_s + takes_s, lambda at_s: self._arrive(nodes, at_s))
+        self._post(now_s + takes_s, partial(self._arrive, tuple(self._nodes.nodes)))
 
     @property
     def num_committed(self) -> int:
@@ -329,6 +326,7 @@ class PlanariaRun:
             self._post_last_save(self._state.epoch, last + 1, end_s)
         elif self._state.epoch != state.epoch and self._state.phase is Phase.TRAINING:
             self._is_training, self._category = False, Category.REGROUP
+            self._post_first_save(self._order, last + 1, end_s)
             self._post_ready(end_s + self._costs.switch_s, self._costs.switch_s, 0.0)
 
     def _save_commits(self, number: int, num_committed: int, now_s: float) -> None:
@@ -423,13 +421,13 @@ class PlanariaRun:
         policy, epoch = self._rules.policy, self._state.epoch
         if not isinstance(policy, VirtualForesight):
             return
-        policy.is_ready = False
 
         def find(at_s: float) -> None:
             if epoch == self._state.epoch and not self._has_ended:
                 policy.is_ready = True
                 self._deliver((AnswersFound(epoch),), at_s)
 
+        policy.is_ready = False
         self._post(now_s + self._costs.look_ahead_s, find)
 
     def _transfer_s(self, order: StartEpoch) -> float:
@@ -496,10 +494,7 @@ class PlanariaRun:
         connected_s = now_s + self._costs.regroup_s
         if self._is_recovering:
             self._post(connected_s, partial(self._enter, Category.TRANSFER, order.epoch))
-        if order.persists:
-            self._saves.begin(order.iteration, connected_s + move_s)
-            saved_s = connected_s + move_s + self._saves.write_s  # It may count at once.
-            self._post(saved_s, lambda s: self._tell_saved(self._saves.complete_by(s), s))
+        self._post_first_save(order, order.iteration, connected_s + move_s)
         self._post_ready(connected_s + move_s, self._costs.regroup_s, move_s)
 
     def _enter(self, category: Category, epoch: int, _now_s: float) -> None:
@@ -529,10 +524,8 @@ class PlanariaRun:
                 if self._is_training:
                     self._interrupt(now_s)
                 self._is_recovering, self._category = True, Category.DETECT
-            case Decided(iteration=iteration, policy=policy, answer=answer):
+            case Decided(iteration=iteration):
                 self._category = Category.DECIDE
-                name = f"{policy}: {answer}"
-                self.num_decisions[name] = self.num_decisions.get(name, 0) + 1
                 if iteration < self.account.num_iterations:
                     self.account.go_back(iteration)
             case Starting() if self._is_recovering:
@@ -561,6 +554,11 @@ class PlanariaRun:
 
     # -- saves, and the end -----------------------------------------------------------------------
 
+    def _post_first_save(self, order: StartEpoch | None, iteration: int, now_s: float) -> None:
+        if order is not None and order.persists:  # It may count at once.
+            saved_s = self._saves.begin(iteration, now_s)
+            self._post(saved_s, lambda s: self._tell_saved(self._saves.complete_by(s), s))
+
     def _post_last_save(self, epoch: int, iteration: int, now_s: float) -> None:
         saved = self._nodes.save_report(epoch=epoch, iteration=iteration)
         self._post(now_s + self._saves.write_s, partial(self._deliver, (saved,)))
@@ -588,8 +586,8 @@ class PlanariaRun:
             self._is_restarting, self._category = True, Category.RESTART
             self._post(now_s + self._costs.restart_s, self._restart)
         else:
-            startup_s = self._costs.startup_s
-            self._begin(self._rules, now_s, takes_s=startup_s, category=Category.STARTUP)
+            takes_s, category = self._costs.startup_s, Category.STARTUP
+            self._begin(self._rules, now_s, takes_s=takes_s, category=category)
 
     def _restart(self, now_s: float) -> None:
         self._is_restarting = False

@@ -41,9 +41,10 @@ class VirtualSaves:
         most = max(sum(self._layer_bytes[layer] for layer in layers) for layers in held.values())
         return most / self._bytes_per_s
 
-    def begin(self, iteration: int, now_s: float) -> None:
-        """Begins a save of the state after so many iterations."""
+    def begin(self, iteration: int, now_s: float) -> float:
+        """Begins a save of the state after so many iterations; returns when it will be complete."""
         self._pending = (now_s + self.write_s, iteration)
+        return self._pending[0]
 
     def interrupt(self) -> None:
         """Loses the save that is being written."""
