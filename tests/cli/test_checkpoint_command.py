@@ -344,9 +344,35 @@ def test_an_export_says_where_a_learned_tokenizer_is(tuned: Path) -> None:
 
     output = told("export", str(tuned / "of_text"), "-o", str(tuned / "out"))
 
-    assert "is not in the export: it is in the cache" in output
+    assert "is not in the export, for it is not beside the saves: it is in the cache" in output
     assert "/gone/learned.json" in output
     assert not (tuned / "out" / "tokenizer.json").exists()
+
+
+def test_an_export_finds_a_learned_tokenizer_beside_the_saves(tuned: Path) -> None:
+    """It was in the cache of the machine that measured the layers alone, which may be gone."""
+    (tuned / "text").write_text("the snow fell, and was sold\n" * 60)
+    data = DataConfig(
+        path=str(tuned / "text"), sequence_length=8, tokenizer="bpe", vocabulary_size=280
+    )
+    config = replace(load_job(tuned / "job.toml"), data=data, model=MODEL)
+    samples = load_dataset(data, objective="causal", seed=0, cache_directory=tuned / "cache")
+    assert isinstance(samples, TokenDataset)
+    split = split_model(MODEL, seed=0, vocabulary_size=280, sequence_length=8)
+    stepped_save(
+        config,
+        split,
+        tuned / "of_text",
+        vocabulary_size=280,
+        tokenizer_file=samples.tokenizer_file,
+    )
+    learned = Path(samples.tokenizer_file)
+    learned.rename(tuned / "of_text" / learned.name)
+
+    told("export", str(tuned / "of_text"), "-o", str(tuned / "out"))
+
+    written = AutoTokenizer.from_pretrained(tuned / "out")
+    assert written.decode(written("snow fell")["input_ids"]) == "snow fell"
 
 
 def test_a_save_goes_out_to_dcp_and_comes_in_again(tuned: Path) -> None:

@@ -160,3 +160,28 @@ def test_text_in_a_saved_data_set_leaves_no_token_out(tmp_path: Path) -> None:
 
     assert told.mistake is None
     assert "left out" not in "\n".join(told.notes)
+
+
+@pytest.mark.parametrize("can_be_kept", [True, False])
+def test_a_learned_tokenizer_is_kept_beside_the_saves(can_be_kept: bool, tmp_path: Path) -> None:
+    """An export needs it, and the cache is one machine's, and may be emptied. A profile keeps
+    none, and a place that refuses it ends no job."""
+    (tmp_path / "text").write_text("the snow fell, and was sold\n" * 60)
+    data = DataConfig(
+        path=str(tmp_path / "text"), sequence_length=8, tokenizer="bpe", vocabulary_size=280
+    )
+    job = replace(tiny_job("gpt2", tmp_path), data=data)
+    saves = Path(job.checkpoint.directory)
+    preparation(job, tmp_path)
+    assert not list(saves.glob("tokenizer-*"))
+    if not can_be_kept:
+        saves.parent.mkdir(parents=True, exist_ok=True)
+        saves.write_text("no directory")
+
+    prepared = preparation(job, tmp_path, keeps_tokenizer=True)
+
+    assert prepared.mistake is None
+    if can_be_kept:
+        assert [file.name for file in saves.iterdir()] == [Path(prepared.tokenizer_file).name]
+    else:
+        assert "could not be kept beside the saves" in "\n".join(prepared.notes)

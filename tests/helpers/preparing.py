@@ -12,15 +12,25 @@ from planaria.engine.prepare import main
 
 
 def preparation(
-    job: JobConfig, directory: Path, *, profile: ModelProfile | None = None
+    job: JobConfig,
+    directory: Path,
+    *,
+    profile: ModelProfile | None = None,
+    keeps_tokenizer: bool = False,
 ) -> Prepared:
     """The facts on a job.
 
     Args:
         directory: directory of the cache.
         profile: profile that the job names.
+        keeps_tokenizer: see PrepareRequest.
     """
-    request = PrepareRequest(job=job, cache_directory=str(directory), profile=profile)
+    request = PrepareRequest(
+        job=job,
+        cache_directory=str(directory),
+        profile=profile,
+        keeps_tokenizer=keeps_tokenizer,
+    )
     read, write = os.pipe()
     main(msgspec.json.encode(request), write)
     with os.fdopen(read, "rb") as file:

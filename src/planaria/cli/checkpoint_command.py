@@ -275,7 +275,7 @@ def export(
             names = export_dcp(model, output, with_optimizer=with_optimizer)
         else:
             names = export_whole(model, output)
-    own = _write_tokenizer(manifest, output, names)
+    own = _write_tokenizer(tier, manifest, output, names)
     note = _tokenizer_note(manifest, model_path, names, is_written=bool(own))
     console = Console(soft_wrap=True, highlight=False)
     for name in names + own:
@@ -284,17 +284,31 @@ def export(
         Console(stderr=True, soft_wrap=True, highlight=False).print(note, markup=False)
 
 
-def _write_tokenizer(manifest: Manifest, output: Path, names: tuple[str, ...]) -> tuple[str, ...]:
+def _write_tokenizer(
+    tier: Tier, manifest: Manifest, output: Path, names: tuple[str, ...]
+) -> tuple[str, ...]:
     """Writes the tokenizer of a job with tokens of its own; returns the names of its files."""
-    facts, learned = model_facts(manifest), manifest.job.get(TOKENIZER_FILE, "")
+    facts = model_facts(manifest)
     if facts is None or not _lacks_tokenizer(manifest, names) or not find_spec("tokenizers"):
         return ()
-    if _data(manifest).get("tokenizer") == "bpe" and not Path(learned).is_file():
+    learned = _learned_tokenizer(tier, manifest)
+    if _data(manifest).get("tokenizer") == "bpe" and not learned:
         return ()
     files = own_tokenizer_files(learned, num_ids=facts.vocabulary_size)
     for name, content in files.items():
         Directory(output).write(name, content, may_write=lambda: True)
     return tuple(files)
+
+
+def _learned_tokenizer(tier: Tier, manifest: Manifest) -> str:
+    """The content of the file of the tokenizer that was learned from the job's text; "": there is
+    none, or none that can be found."""
+    file = Path(manifest.job.get(TOKENIZER_FILE, ""))
+    try:
+        content = file.read_bytes() if file.is_file() else tier.storage.read(file.name)
+    except (CheckpointError, OSError):
+        return ""
+    return content.decode()
 
 
 def _lacks_tokenizer(manifest: Manifest, names: tuple[str, ...]) -> bool:
@@ -339,8 +353,9 @@ def _tokenizer_note(
         )
     if _lacks_tokenizer(manifest, names) and not is_written:
         return (
-            "the tokenizer that learned from the job's text is not in the export: it is in the "
-            f"cache of the machine that prepared the job ({manifest.job.get(TOKENIZER_FILE)})"
+            "the tokenizer that learned from the job's text is not in the export, for it is not "
+            "beside the saves: it is in the cache of the machine that prepared the job "
+            f"({manifest.job.get(TOKENIZER_FILE)})"
         )
     return ""
 

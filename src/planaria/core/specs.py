@@ -110,12 +110,14 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         profile: profile given by the user; None: the process measures one.
         processors: number of processors that all ranks share; 0: each rank has its own.
+        keeps_tokenizer: whether a tokenizer that is learned from text is kept beside the saves.
     """
 
     job: JobConfig
     cache_directory: str
     profile: ModelProfile | None = None
     processors: int = 0
+    keeps_tokenizer: bool = False
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):

@@ -163,10 +163,13 @@ def own_tokenizer_files(learned: str, *, num_ids: int) -> dict[str, bytes]:
     """The files, by name, in which transformers reads a tokenizer of planaria's own.
 
     Args:
-        learned: path of the tokenizer that was learned from the text; "": tokens are bytes.
+        learned: content of the file of a tokenizer that was learned from the text; "": tokens are
+            bytes.
         num_ids: number of token ids of the model; one more than the tokenizer has is the mask.
     """
-    tokenizer = _read_tokenizer(Path(learned)) if learned else _byte_tokenizer()
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(learned) if learned else _byte_tokenizer()
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if num_ids == tokenizer.get_vocab_size() + 1:
         mask = _USUAL_MASKS[0]

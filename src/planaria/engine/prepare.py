@@ -13,6 +13,8 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from planaria.checkpoint.disk.tiers import tier_of
+from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.checkpoint.memory.room import available_bytes
 from planaria.core.job import JobConfig, ModelConfig, TrainingConfig
 from planaria.core.plan import Link, ModelProfile
@@ -34,7 +36,7 @@ from planaria.engine.devices import Device, find_device
 from planaria.engine.iteration.evaluation import load_evaluation
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.profiler import examine_layers, profile_model
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.models.layers import SplitModel
 from planaria.models.paced import PacedData, paced_model
 from planaria.models.user_layers import split_user_model
@@ -284,7 +286,10 @@ def _prepare(request: PrepareRequest) -> Prepared:
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
     data_notes = _data_notes(job, dataset, model.objective, cache_directory)
-    notes = (*_transport_notes(request, device), *data_notes, *model.notes)
+    tokenizer_file = dataset.tokenizer_file if isinstance(dataset, TokenDataset) else ""
+    keeps_tokenizer = request.keeps_tokenizer and bool(tokenizer_file)
+    kept_notes = _keep_tokenizer(job, tokenizer_file) if keeps_tokenizer else ()
+    notes = (*_transport_notes(request, device), *data_notes, *kept_notes, *model.notes)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
     parameters = tuple(
@@ -303,8 +308,27 @@ def _prepare(request: PrepareRequest) -> Prepared:
         config=dict(model.config),
         notes=notes,
         has_own_tokens=job.model.kind != "paced" and has_own_tokens(job.data),
-        tokenizer_file=dataset.tokenizer_file if isinstance(dataset, TokenDataset) else "",
+        tokenizer_file=tokenizer_file,
     )
+
+
+def _keep_tokenizer(job: JobConfig, file: str) -> tuple[str, ...]:
+    """Keeps a learned tokenizer beside the saves, of which exports need it; returns why not.
+
+    The cache that it is in is this machine's, and may be emptied.
+    """
+    place, timeout_s = job.checkpoint.directory, job.checkpoint.timeout_s
+    try:
+        content = Path(file).read_bytes()
+        storage = with_time_limit(tier_of(place), timeout_s=timeout_s).storage
+        storage.create(Path(file).name, content)
+    except (CheckpointError, OSError) as error:
+        text = (
+            f"the tokenizer that was learned is only in {file}, where planaria checkpoint export "
+            f"looks for it: it could not be kept beside the saves ({error})"
+        )
+        return (text,)
+    return ()
 
 
 def _check_trained(job: JobConfig, model: SplitModel) -> None:

@@ -433,4 +433,5 @@ def begin_kinds(
 
 
 def _prepare_request(config: JobConfig) -> PrepareRequest:
-    return PrepareRequest(job=config, cache_directory="", profile=given_profile(config))
+    profile = given_profile(config)
+    return PrepareRequest(job=config, cache_directory="", profile=profile, keeps_tokenizer=True)

@@ -244,8 +244,11 @@ def _can_write(path: str) -> bool:
     return os.access(path, os.W_OK | os.X_OK)
 
 
-def prepare(config: JobConfig, server: ForkServer) -> Prepared:
+def prepare(config: JobConfig, server: ForkServer, *, keeps_tokenizer: bool = False) -> Prepared:
     """The facts on model, data and profile of a job, found out in a process of its own.
+
+    Args:
+        keeps_tokenizer: see PrepareRequest.
 
     Raises:
         ConfigError: the job is wrong.
@@ -257,6 +260,7 @@ def prepare(config: JobConfig, server: ForkServer) -> Prepared:
         cache_directory=cache_directory(),
         profile=given_profile(config),
         processors=shared_processors(config),
+        keeps_tokenizer=keeps_tokenizer,
     )
     answer = server.call(_PREPARE, msgspec.json.encode(request))
     prepared = msgspec.json.decode(answer, type=Prepared)

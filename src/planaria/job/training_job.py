@@ -506,7 +506,7 @@ def _prepared_here(config: JobConfig, server: ForkServer, display: Display) -> P
     display.show_step("importing torch")
     server.wait_ready()
     display.show_step("building the model and measuring its layers")
-    return prepare(config, server)
+    return prepare(config, server, keeps_tokenizer=True)
 
 
 def _launch_spec(
