@@ -12,6 +12,7 @@ from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.learning.memory_estimates import fitted_rules
 from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.learning.slowness import without_former_members
+from planaria.coordinator.membership.shortage import num_tolerated
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import (
@@ -123,7 +124,7 @@ def restored_step(
             returning_ticks=TICKS_PER_LEASE,
             failures=members.failures,
             history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
-            tolerance=len(plan.nodes) // rules.n0 - 1,
+            tolerance=num_tolerated(rules, len(plan.nodes), plan),
         ),
         facts=EpochFacts(loss=Loss(LossKind.LOST, (), _UNKNOWN_LOSS, now_s)),
         saves=Saves(spoilt=frozenset(members.spoilt), since_epoch=members.epoch),
