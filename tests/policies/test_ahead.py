@@ -29,7 +29,7 @@ from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal_nodes import UnequalNodes
+from planaria.policies.unequal_nodes import UnequalNodes, with_kinds
 
 
 def policies(catalog: PlanCatalog) -> tuple[Policy, LayoutSearches]:
@@ -200,3 +200,22 @@ def test_the_policy_answers_what_is_not_known(job: tuple[PlanCatalog, Plan, Look
     assert foreseen.answers(plan, three, NodesLost((0, 3, 4), 0), prices(catalog)) is None
     direct = ahead.hurried.propose(plan, three, NodesLost((0, 3, 4), 0), prices(catalog))
     assert ahead.propose(plan, three, NodesLost((0, 3, 4), 0), prices(catalog)) == direct
+
+
+def test_what_is_known_counts_slow_nodes_as_slow() -> None:
+    """They were taken for fast ones: the answer was a plan at a speed that they do not have."""
+    catalog = example_catalog(6, n0=2, f=1)
+    plan = with_kinds(plan_of(catalog, (3, 3)), {0: NodeKind(0.5)})
+    ahead = looked_ahead(catalog, plan, failures_ahead=1)
+
+    for lost in plan.nodes:
+        nodes = survivors(plan, (lost,), epoch=1).nodes
+        nodes = tuple(replace(node, kind=plan.kinds_by_node[node.node]) for node in nodes)
+        cluster, event = ClusterState(1, nodes), NodesLost((lost,), 0)
+        known = ahead.foreseen.answers(plan, cluster, event, prices(catalog))
+        assert known is not None
+        direct = ahead.policy.propose(plan, cluster, event, prices(catalog))
+        assert [x.answer for x in known] == [x.answer for x in direct]
+        for transition, expected in zip(known, direct, strict=True):
+            assert transition.after.slow_nodes == ({0: 0.5} if lost else {})
+            assert transition.iteration_s == pytest.approx(expected.iteration_s)

@@ -129,11 +129,17 @@ ClusterEvent = NodesLost | NodesChanged
 
 
 def survivors(plan: Plan, lost: Collection[int], *, epoch: int) -> ClusterState:
-    """The nodes of the plan without the lost ones, each holding all that the plan assigns to it."""
+    """The nodes of the plan without the lost ones, each of the kind that the plan assumes, holding
+    all that the plan assigns to it."""
     per_node = plan.devices_per_node
     layers = {rank: frozenset(layers) for rank, layers in plan.layers_by_rank.items()}
+    kinds = plan.kinds_by_node
     nodes = tuple(
-        Node(node, tuple(layers[node * per_node + device] for device in range(per_node)))
+        Node(
+            node,
+            tuple(layers[node * per_node + device] for device in range(per_node)),
+            kinds[node],
+        )
         for node in plan.nodes
         if node not in lost
     )

@@ -379,6 +379,15 @@ class Plan:
             if stage.recomputation
         }
 
+    @property
+    def kinds_by_node(self) -> Mapping[int, NodeKind]:
+        """The kind that the plan assumes of each node of its pipelines, by node."""
+        return {
+            node: kind
+            for pipeline in self.pipelines
+            for node, kind in zip(pipeline.nodes, pipeline.template.node_kinds, strict=True)
+        }
+
     @cached_property
     def slow_nodes(self) -> Mapping[int, float]:
         """The speed of each node whose speed is not 1, by node."""

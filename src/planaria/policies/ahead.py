@@ -249,9 +249,7 @@ def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
     none is silent, leaving or distrusted."""
     if plan.silent or cluster.leaving or cluster.distrusted_nodes:
         return False
-    held, kinds, gone = plan.layers_by_rank, dict[int, object](), frozenset(plan.gone)
-    for pipeline in plan.pipelines:
-        kinds.update(zip(pipeline.nodes, pipeline.template.node_kinds, strict=True))
+    held, kinds, gone = plan.layers_by_rank, plan.kinds_by_node, frozenset(plan.gone)
     return all(
         node.node in kinds
         and node.node not in gone
