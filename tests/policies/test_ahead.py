@@ -1,6 +1,7 @@
 """Answers found ahead: one for all losses that are alike, and as good as one found on the spot."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, islice
@@ -18,13 +19,13 @@ from helpers.losses import (
     prices,
 )
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
-from planaria.core.plan import NodeKind, Plan
+from planaria.core.plan import NodeKind, Pipeline, Plan
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import LayoutSearches
 from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.adaptive import Adaptive
-from planaria.policies.ahead import ForeseenAnswers, Lookup, look_ahead, losses
+from planaria.policies.ahead import ForeseenAnswers, Lookup, _pipeline_class, look_ahead, losses
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
@@ -51,6 +52,10 @@ def looked_ahead(catalog: PlanCatalog, plan: Plan, *, failures_ahead: int) -> Lo
     return Lookup(policy, foreseen, UnequalNodes(Reinstantiate(catalog)))
 
 
+def listed(plan: Plan, number: int) -> list[tuple[int, ...]]:
+    return [lost for lost in losses(plan, number) if lost is not None]
+
+
 @pytest.fixture(scope="module")
 def job() -> tuple[PlanCatalog, Plan, Lookup]:
     """Pipelines of which two are alike, on shuffled nodes, and the answers to any two losses."""
@@ -65,7 +70,7 @@ def test_one_loss_of_each_sort_is_looked_at_the_likeliest_first() -> None:
     catalog = example_catalog(8, n0=2, f=1)
     plan = plan_of(catalog, (3, 2, 3))
 
-    singles, pairs = list(losses(plan, 1)), list(losses(plan, 2))
+    singles, pairs = listed(plan, 1), listed(plan, 2)
 
     assert singles == [(0,), (1,), (2,), (3,), (4,)]
     # In a pipeline of 3: 3, in that of 2: 1; across those of 3: 6; across 3 and 2: 6.
@@ -89,7 +94,7 @@ def test_every_loss_is_of_a_sort_that_is_looked_at(sizes: list[int], number: int
             for p in plan.pipelines
         )
 
-    found = list(losses(plan, number))
+    found = listed(plan, number)
 
     sets = list(combinations(plan.nodes, number))
     sizes_of_sorts = Counter(frozenset(sort(lost).items()) for lost in sets)
@@ -98,6 +103,39 @@ def test_every_loss_is_of_a_sort_that_is_looked_at(sizes: list[int], number: int
     assert set(looked_at) == set(sizes_of_sorts)
     numbers = [sizes_of_sorts[one] for one in looked_at]
     assert numbers == sorted(numbers, reverse=True)
+
+
+def test_no_more_sorts_are_listed_than_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 nodes of 40 speeds have 9,880 sorts of three; at 1,000 nodes listing them took minutes."""
+    catalog = example_catalog(40, n0=4, f=1)
+    plan = plan_of(catalog, (4,) * 10)
+    plan = with_kinds(plan, {node: NodeKind(0.5 + node / 100) for node in plan.nodes})
+    calls = []
+
+    def counted(pipeline: Pipeline, gone: Collection[int], lost: Collection[int]) -> object:
+        calls.append(lost)
+        return _pipeline_class(pipeline, gone, lost)
+
+    monkeypatch.setattr("planaria.policies.ahead._pipeline_class", counted)
+    monkeypatch.setattr("planaria.policies.ahead.LOSSES_MAX", 16)
+    steps = list(losses(plan, 3))
+
+    assert len(listed(plan, 3)) == 16
+    assert len(calls) < 2 * (2 * 16 + 1) * (40 * 3 + 10)
+    # The process that looks ahead sees a newer plan between two steps.
+    assert steps.count(None) == 1 + 16 + 16
+
+
+@pytest.mark.parametrize("most", [5, 8, 12])
+def test_the_likeliest_sorts_are_the_same_with_a_bound(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """What is left out early would have come last."""
+    plan = plan_of(example_catalog(20, n0=2, f=1), (3, 2, 3, 2, 3, 3, 4))
+    expected = listed(plan, 2)[:most]
+    monkeypatch.setattr("planaria.policies.ahead.LOSSES_MAX", most)
+
+    assert listed(plan, 2) == expected
 
 
 @pytest.mark.parametrize(("number", "every_nth"), [(1, 1), (2, 3)])

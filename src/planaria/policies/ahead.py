@@ -147,8 +147,8 @@ def look_ahead(
     """Yields the policy's answers to the losses that a plan may meet, the likeliest first.
 
     The plans that might be better if no node is lost come first. For each number of lost nodes it
-    first searches layouts, in steps of a few ms that yield None; then it yields an answer per step,
-    which takes as long as the policy takes.
+    first searches layouts and lists losses, in short steps that yield None; then it yields an
+    answer per step, which takes as long as the policy takes.
 
     Args:
         policy: policy that answers.
@@ -165,7 +165,10 @@ def look_ahead(
             steps = searched.steps(len(cluster.nodes), templates_of(plan))
             for _ in islice(steps, SEARCH_STEPS_MAX):
                 yield None
-        for lost in islice(losses(plan, number), LOSSES_MAX):
+        for lost in losses(plan, number):
+            if lost is None:
+                yield None
+                continue
             cluster = survivors(plan, lost, epoch=plan.epoch + 1)
             event = NodesLost(lost, 0) if lost else NodesChanged((), ())
             transitions = policy.propose(plan, cluster, event, prices)
@@ -199,34 +202,49 @@ def _with_shared_objects(transitions: tuple[Transition, ...], plan: Plan) -> tup
     return tuple(map(with_shared_objects, transitions))
 
 
-def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
+def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...] | None]:
     """Yields losses of `number` nodes that have a place, one of each class, the likeliest first.
 
-    All sets of nodes are equally likely, so the likeliest class is the one with the most sets.
+    All sets of nodes are equally likely, so the likeliest class is the one with the most sets. At
+    most LOSSES_MAX losses are yielded, and of losses of fewer nodes only so many are extended by
+    another node, because 20 slow nodes among 1,000 make tens of thousands of classes. Before the
+    first loss it yields None after each few ms.
     """
     # The number of losses in each class, and one of them.
-    classes: dict[_Key, tuple[int, tuple[int, ...]]] = {_key(plan, ()): (1, ())}
+    likeliest: list[tuple[int, tuple[int, ...]]] = [(1, ())]
+    pipeline_of = {node: pipeline for pipeline in plan.pipelines for node in pipeline.nodes}
+    gone = frozenset(plan.gone)
+    numbers: dict[_PipelineClass, int] = {}  # Numbers of classes of pipelines make short keys.
     for _ in range(number):
-        larger: dict[_Key, tuple[int, tuple[int, ...]]] = {}
-        for weight, lost in classes.values():
+        larger: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
+        for weight, lost in likeliest:
+            yield None
             for node, num_alike in _class_representatives(plan, lost):
                 with_node = tuple(sorted((*lost, node)))
-                key = _key(plan, with_node)
+                # The pipelines without a lost node follow from the plan and from those with one.
+                short = {pipeline_of[lost_node].nodes: lost_node for lost_node in with_node}
+                classes = [
+                    _pipeline_class(pipeline_of[lost_node], gone, with_node)
+                    for lost_node in short.values()
+                ]
+                key = tuple(sorted([numbers.setdefault(x, len(numbers)) for x in classes]))
                 so_far, example = larger.get(key, (0, with_node))
                 larger[key] = so_far + weight * num_alike, example
-        classes = larger
-    for _, lost in sorted(classes.values(), key=lambda entry: (-entry[0], entry[1])):
-        yield lost
+        by_weight = sorted(larger.values(), key=lambda entry: (-entry[0], entry[1]))
+        likeliest = by_weight[:LOSSES_MAX]
+    yield from (lost for _, lost in likeliest)
 
 
 def _class_representatives(plan: Plan, lost: Collection[int]) -> Iterator[tuple[int, int]]:
     """Yields one node of each class that is not lost, and how many nodes of the class there are."""
-    classes = [_pipeline_class(pipeline, plan.gone, lost) for pipeline in plan.pipelines]
-    for pipeline_class, number in Counter(classes).items():
-        pipeline = plan.pipelines[classes.index(pipeline_class)]
-        for node in pipeline.nodes:
-            if node not in plan.gone and node not in lost:
-                yield node, number
+    gone = frozenset(plan.gone)
+    alike: dict[_PipelineClass, list[Pipeline]] = {}
+    for pipeline in plan.pipelines:
+        alike.setdefault(_pipeline_class(pipeline, gone, lost), []).append(pipeline)
+    for pipelines in alike.values():
+        for node in pipelines[0].nodes:
+            if node not in gone and node not in lost:
+                yield node, len(pipelines)
 
 
 def _pipeline_class(
