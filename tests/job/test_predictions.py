@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from helpers.jobs import template
+from helpers.recorder_messages import report as iteration_done
 from helpers.strategies import layer_profile, model_profile
-from planaria.core.plan import ModelProfile
+from planaria.core.plan import ModelProfile, Plan
 from planaria.estimator.peak_memory import peak_bytes
-from planaria.job.predictions import predicted_peak_bytes, prediction
+from planaria.job.predictions import Prediction, predicted_peak_bytes, prediction
+from planaria.job.report import epoch_records
+from planaria.observe.measurements import EpochMeasurements
 from planaria.planner.plans import plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import best_reroute
@@ -85,3 +89,33 @@ def test_factors_multiply_seconds_and_leave_bytes() -> None:
     assert doubled.peak_bytes == plain.peak_bytes
     for rank in PLAN.ranks:
         assert doubled.timeline.busy_s(rank) == pytest.approx(2.0 * plain.timeline.busy_s(rank))
+
+
+@pytest.mark.parametrize(("factors", "expected"), [((), 1), ((2.0,) * 10, 2)])
+def test_a_report_predicts_each_plan_once_as_profiled_and_once_as_corrected(
+    monkeypatch: pytest.MonkeyPatch, factors: tuple[float, ...], expected: int
+) -> None:
+    """It did so three times, which took minutes at 1,000 ranks and many epochs."""
+    measured = EpochMeasurements(PLAN, [(0, ()), (3, factors)])
+    for rank in PLAN.ranks:
+        done = structs.replace(iteration_done(rank, 4), tensor_bytes=7)
+        measured.add(done)
+    calls = []
+
+    def counted(problem: Problem, plan: Plan, **options: tuple[float, ...]) -> Prediction:
+        calls.append(options)
+        return prediction(problem, plan, **options)
+
+    monkeypatch.setattr("planaria.job.report.prediction", counted)
+    actions, memory = epoch_records(PROBLEM, 6, measured, has_bytes=True)
+
+    assert len(calls) == expected
+    assert [(each.epoch, each.rank) for each in memory] == [(6, rank) for rank in PLAN.ranks]
+    assert [each.predicted_bytes for each in memory] == [
+        prediction(PROBLEM, PLAN).peak_bytes[rank] for rank in PLAN.ranks
+    ]
+    assert {each.kind for each in actions} == {"F", "B"}
+    for each in actions:
+        assert each.corrected_s == pytest.approx(expected * each.predicted_s)
+    assert epoch_records(PROBLEM, 6, measured, has_bytes=False)[1] == ()
+    assert epoch_records(PROBLEM, 6, EpochMeasurements(PLAN, []), has_bytes=True) == ((), ())

@@ -56,7 +56,11 @@ def report_of(
     """
     config = planned.config
     now_s = time.monotonic()
-    measured = recorder.measurements.epochs
+    has_bytes = _tells_bytes(planned)
+    records = [
+        epoch_records(planned.problem, epoch, measured, has_bytes=has_bytes)
+        for epoch, measured in recorder.measurements.epochs.items()
+    ]
     prepared_profile = planned.prepared.profile
     assert prepared_profile is not None
     return Report(
@@ -80,18 +84,8 @@ def report_of(
         profile=msgspec.json.decode(encode_profile(prepared_profile)),
         processors=planned.problem.processors,
         first_iteration=planned.resumed.iteration if planned.resumed else 0,
-        actions=tuple(
-            record
-            for epoch, of_epoch in measured.items()
-            for record in _actions(planned.problem, epoch, of_epoch)
-        ),
-        memory=tuple(
-            record
-            for epoch, of_epoch in measured.items()
-            for record in _memory(planned.problem, epoch, of_epoch)
-        )
-        if _tells_bytes(planned)
-        else (),
+        actions=tuple(record for actions, _ in records for record in actions),
+        memory=tuple(record for _, memory in records for record in memory),
     )
 
 
@@ -100,16 +94,36 @@ def _tells_bytes(planned: Planned) -> bool:
     return planned.config.model.kind != "paced"
 
 
-def _actions(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterator[ActionRecord]:
-    """The measured seconds of each rank and kind of action in an epoch, beside predicted ones."""
-    seconds = measured.seconds()
-    if not seconds:
-        return
-    predicted_s = _action_s(prediction(problem, measured.plan))
+def epoch_records(
+    problem: Problem, epoch: int, measured: EpochMeasurements, *, has_bytes: bool
+) -> tuple[tuple[ActionRecord, ...], tuple[MemoryRecord, ...]]:
+    """The report's records of what ranks measured in an epoch, beside what was predicted.
+
+    Args:
+        has_bytes: whether the profile has the bytes of the job's model; without them there are no
+            records of memory.
+    """
+    seconds, peak_bytes = measured.seconds(), measured.peak_bytes()
+    if not seconds and not peak_bytes:
+        return (), ()
+    # A prediction of a large plan takes seconds, so it serves for all records.
+    predicted = corrected = prediction(problem, measured.plan)
     _, newest = measured.corrections[-1]
-    corrected_s = _action_s(prediction(problem, measured.plan, layer_factors=newest))
+    if newest and seconds:
+        corrected = prediction(problem, measured.plan, layer_factors=newest)
+    actions = tuple(_actions(epoch, measured, predicted=predicted, corrected=corrected))
+    if not has_bytes:
+        return actions, ()
+    return actions, tuple(_memory(epoch, peak_bytes, predicted))
+
+
+def _actions(
+    epoch: int, measured: EpochMeasurements, *, predicted: Prediction, corrected: Prediction
+) -> Iterator[ActionRecord]:
+    """The measured seconds of each rank and kind of action in an epoch, beside predicted ones."""
+    predicted_s, corrected_s = _action_s(predicted), _action_s(corrected)
     layers_by_rank = measured.plan.layers_by_rank
-    for (rank, kind), measured_s in seconds.items():
+    for (rank, kind), measured_s in measured.seconds().items():
         yield ActionRecord(
             epoch=epoch,
             rank=rank,
@@ -131,20 +145,18 @@ def _action_s(predicted: Prediction) -> dict[tuple[int, str], float]:
     return seconds
 
 
-def _memory(problem: Problem, epoch: int, measured: EpochMeasurements) -> Iterator[MemoryRecord]:
+def _memory(
+    epoch: int, peak_bytes: Mapping[int, tuple[int, int]], predicted: Prediction
+) -> Iterator[MemoryRecord]:
     """The measured peak memory of each rank in an epoch, beside the predicted one."""
-    bytes_by_rank = measured.peak_bytes()
-    if not bytes_by_rank:
-        return
-    predicted_bytes = prediction(problem, measured.plan).peak_bytes
-    for rank, (tensor_bytes, peak_bytes) in bytes_by_rank.items():
-        if rank in predicted_bytes:  # Other ranks are only silent members.
+    for rank, (tensor_bytes, measured_bytes) in peak_bytes.items():
+        if rank in predicted.peak_bytes:  # Other ranks are only silent members.
             yield MemoryRecord(
                 epoch=epoch,
                 rank=rank,
-                predicted_bytes=predicted_bytes[rank],
+                predicted_bytes=predicted.peak_bytes[rank],
                 tensor_bytes=tensor_bytes,
-                measured_bytes=peak_bytes,
+                measured_bytes=measured_bytes,
             )
 
 

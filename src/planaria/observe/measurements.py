@@ -25,6 +25,7 @@ class EpochMeasurements:
     plan: Plan
     corrections: list[tuple[int, tuple[float, ...]]]
     _seconds: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
+    _medians: dict[tuple[int, str], float] = field(default_factory=dict)
     _peak_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, report: IterationDone) -> None:
@@ -44,7 +45,14 @@ class EpochMeasurements:
 
     def seconds(self) -> dict[tuple[int, str], float]:
         """Seconds per iteration by (rank, kind of action): medians of the newest iterations."""
-        return {key: median(seconds) for key, seconds in sorted(self._seconds.items())}
+        medians = {key: median(seconds) for key, seconds in self._seconds.items()}
+        return dict(sorted((medians | self._medians).items()))
+
+    def condense(self) -> None:
+        """Keeps only the medians of an epoch that is over; what is reported late counts only where
+        there is none."""
+        self._medians = self.seconds()
+        self._seconds.clear()
 
     def peak_bytes(self) -> dict[int, tuple[int, int]]:
         """Peak bytes by rank: (bytes of tensors, bytes of memory)."""
@@ -61,6 +69,8 @@ class Measurements:
 
     def begin_epoch(self, epoch: int, plan: Plan) -> None:
         """Begins an epoch. Its first iteration runs with cold caches and is not counted."""
+        if self.epochs:
+            self.epochs[max(self.epochs)].condense()
         self.epochs[epoch] = EpochMeasurements(plan, [(0, self._layer_factors)])
         self._first = -1
 
