@@ -21,6 +21,7 @@ from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.planner.plans import PlanCatalog, plan_iteration_s
 from planaria.policies import unequal_nodes
+from planaria.policies.policy import Prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal_nodes import RECUT, STAY, UNEQUAL, WITHOUT, UnequalNodes
 
@@ -122,6 +123,49 @@ def test_a_node_is_left_out_only_where_that_is_faster_and_f_losses_are_survived(
     slow = replace(event, slow=(0,))
     plan = plan_of(catalog, (1, 1, 1, 1))
     assert WITHOUT not in proposed(catalog, plan, survivors(plan, {0: 0.9}), slow)
+
+
+def test_nodes_of_different_low_speeds_are_left_out_together() -> None:
+    """Without the slowest alone, the next one would hold up its pipeline nearly as much."""
+    catalog = example_catalog(24, n0=8, f=1)
+    plan = plan_of(catalog, (8, 8, 8))
+    speeds, event = {0: 0.1, 8: 0.11}, NodesChanged((), (), (0, 8))
+    found = proposed(catalog, plan, survivors(plan, speeds), event)
+
+    assert set(plan.nodes).difference(found[WITHOUT].after.nodes) == {0, 8}
+    assert found[WITHOUT].iteration_s < 0.85 * found[RECUT].iteration_s
+    needed = example_catalog(17, n0=8, f=1)
+    plan = plan_of(needed, (8, 9))
+    found = proposed(needed, plan, survivors(plan, speeds), event)
+    assert all(8 in transition.after.nodes for transition in found.values())
+
+
+def test_with_many_different_speeds_only_some_limits_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator waits for these answers; the lowest and the highest limit are among them."""
+    catalog = example_catalog(24, n0=2, f=1)
+    plan = plan_of(catalog, (2,) * 12)
+    speeds = {node: 0.2 + node / 50 for node in range(14)}
+    sizes = []
+    propose = Reinstantiate.propose
+
+    def counted(
+        policy: Reinstantiate,
+        plan: Plan,
+        cluster: ClusterState,
+        event: ClusterEvent,
+        prices: Prices,
+    ) -> tuple[Transition, ...]:
+        sizes.append(len(cluster.nodes))
+        return propose(policy, plan, cluster, event, prices)
+
+    monkeypatch.setattr(Reinstantiate, "propose", counted)
+    proposed(catalog, plan, survivors(plan, speeds), NodesChanged((), (), tuple(speeds)))
+
+    without = [size for size in sizes if size < 24]
+    assert (without[0], without[-1]) == (23, 10)
+    assert len(without) == 8
 
 
 def test_a_loss_gives_work_to_every_survivor_however_slow() -> None:

@@ -8,9 +8,9 @@ better plan:
 - stay: nothing changes; the other answers are compared to it.
 - recut: the best of these answers, with new stages for the speeds in pipelines with a slow node.
 - unequal: the planner's plan for nodes of these kinds, if planning is not too much work.
-- without: the slowest nodes have no work, if the others tolerate f failures without them and are
-  faster by 3% then. They stay members, with the speed that they had: a loss gives them work again,
-  because then every node counts.
+- without: all nodes up to some low speed have no work, if the others tolerate f failures without
+  them and are faster by 3% then. They stay members, with the speed that they had: a loss gives them
+  work again, because then every node counts.
 
 A loss is answered at once, by the answers for equal nodes only; the others are considered when
 training goes on.
@@ -18,6 +18,7 @@ training goes on.
 Source: none; none of the papers has slow nodes.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ UNEQUAL: Final = "unequal"
 WITHOUT: Final = "without"
 
 _IDLE_GAIN_MIN: Final = 0.03
+_SPEED_LIMITS_MAX: Final = 8  # Limits that are tried; one takes as long as the answer to a loss.
 
 Kinds = Mapping[int, NodeKind]
 
@@ -176,18 +178,32 @@ class UnequalNodes:
     ) -> tuple[Transition, ...]:
         """The fastest answer in which the slowest nodes have no work and only send what they hold;
         none if they are needed or no node is slow."""
-        catalog = self.reinstantiate.catalog
-        lowest = min(node.kind.speed for node in cluster.nodes)
-        slowest = tuple(node for node in cluster.nodes if node.kind.speed == lowest)
-        others = tuple(node for node in cluster.nodes if node.kind.speed > lowest)
-        needed = (catalog.problem.failures_tolerated + 1) * min(catalog.templates)
-        if lowest >= 1.0 or len(others) < needed:
-            return ()
-        without_slowest = ClusterState(cluster.epoch, others, (*cluster.leaving, *slowest))
-        kinds = {node.node: node.kind for node in others}
-        answers = self._answers_for_kinds(plan, without_slowest, event, prices, kinds=kinds)
+        answers: list[Transition] = []
+        for limit in self._speed_limits(cluster):
+            slowest = tuple(node for node in cluster.nodes if node.kind.speed <= limit)
+            others = tuple(node for node in cluster.nodes if node.kind.speed > limit)
+            without_slowest = ClusterState(cluster.epoch, others, (*cluster.leaving, *slowest))
+            kinds = {node.node: node.kind for node in others}
+            answers += self._answers_for_kinds(plan, without_slowest, event, prices, kinds=kinds)
         best = min(answers, key=lambda transition: transition.iteration_s, default=None)
         return (replace(best, answer=WITHOUT),) if best else ()
+
+    def _speed_limits(self, cluster: ClusterState) -> tuple[float, ...]:
+        """Low speeds, ascending, such that the nodes above each suffice to tolerate f failures; of
+        many, the lowest, the highest and some evenly between."""
+        catalog = self.reinstantiate.catalog
+        needed = (catalog.problem.failures_tolerated + 1) * min(catalog.templates)
+        speeds = sorted(node.kind.speed for node in cluster.nodes)
+        limits = [
+            limit
+            for limit in sorted({speed for speed in speeds if speed < 1.0})
+            if len(speeds) - bisect_right(speeds, limit) >= needed
+        ]
+        if len(limits) <= _SPEED_LIMITS_MAX:
+            return tuple(limits)
+        last = len(limits) - 1
+        chosen = [limits[last * i // (_SPEED_LIMITS_MAX - 1)] for i in range(_SPEED_LIMITS_MAX)]
+        return tuple(chosen)
 
 
 def stay_answer(
