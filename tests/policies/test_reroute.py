@@ -3,6 +3,7 @@
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,6 +192,25 @@ def test_a_node_that_joins_takes_the_empty_place() -> None:
     check_goes_around(found, cluster, catalog)
     iteration_s, _ = catalog.distribution([one.template for one in plan.pipelines])
     assert found.iteration_s <= iteration_s + 1e-9
+
+
+@pytest.mark.parametrize(("slow", "fast"), [(4, 6), (6, 4)])
+def test_of_two_idle_nodes_the_faster_takes_the_empty_place(slow: int, fast: int) -> None:
+    """The lower number got it, and the job went on at a quarter of its speed."""
+    catalog = example_catalog(4, n0=2, f=1)
+    plan = plan_of(catalog, (2, 2))
+    idle = (
+        Node(slow, (frozenset[int](),), NodeKind(0.25)),
+        Node(fast, (frozenset[int](),)),
+    )
+    nodes = (*survivors(plan, (1,), epoch=1).nodes, *sorted(idle, key=lambda node: node.node))
+    reroute = Reroute(catalog.problem, Adaptive(()))
+
+    found = reroute.propose(plan, ClusterState(1, nodes), NodesLost((1,), 0), prices(catalog))
+
+    (filled,) = [transition for transition in found if transition.answer == NORMALISED]
+    assert filled.after.pipelines[0].nodes == (0, fast)
+    assert filled.after.slow_nodes == {}
 
 
 def test_a_node_for_which_there_is_no_place_is_left_to_the_other_policy() -> None:

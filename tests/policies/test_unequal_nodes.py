@@ -181,6 +181,33 @@ def test_a_loss_gives_work_to_every_survivor_however_slow() -> None:
     assert all(6 in transition.after.nodes for transition in found.values())
 
 
+@pytest.mark.parametrize(("slow", "fast"), [(4, 6), (6, 4)])
+@pytest.mark.parametrize("num_planned", [4, 5])
+def test_a_fast_node_has_the_place_of_a_lost_one_and_a_slow_one_waits(
+    slow: int, fast: int, num_planned: int
+) -> None:
+    """Where there are more nodes than places; the lower number got it.
+
+    Args:
+        num_planned: largest number of nodes that there is a plan for; beyond it the answer is the
+            local one.
+    """
+    catalog = example_catalog(4, n0=2, f=1)
+    plans = catalog.plans if num_planned == 4 else {**catalog.plans, 5: catalog.plans[4]}
+    catalog = replace(catalog, plans=plans)
+    plan = plan_of(catalog, (2, 2))
+    idle = (Node(slow, (frozenset(),), NodeKind(0.25)), Node(fast, (frozenset(),)))
+    cluster = survivors(plan, {}, lost=(1,))
+    nodes = (*cluster.nodes, *sorted(idle, key=lambda node: node.node))
+    event, policy = NodesLost((1,), 0), UnequalNodes(Reinstantiate(catalog))
+
+    found = policy.propose(plan, ClusterState(1, nodes), event, prices(catalog))
+
+    assert {transition.answer for transition in found} <= {"borrow", "global"}
+    for transition in found:
+        assert [pipeline.nodes for pipeline in transition.after.pipelines] == [(0, fast), (2, 3)]
+
+
 def test_where_there_are_too_many_to_plan_for_the_pipelines_are_recut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from operator import itemgetter
 
-from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.cluster import ClusterEvent, ClusterState, Node
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import PlanCatalog
@@ -171,7 +171,7 @@ class Reinstantiate:
         free = [node for node in cluster.nodes if node.node not in busy]
         bound = self.restoring.assignment(
             unbound,
-            free,
+            _without_surplus(free, unbound),
             before=plan,
             layer_bytes=prices.layer_bytes,
             covered=trusted_layers(kept.values(), cluster.distrusted_nodes),
@@ -203,7 +203,10 @@ class Reinstantiate:
         """The pipelines of these templates, bound to all nodes anew."""
         unbound = unbound_pipelines(templates, plan, frozenset(node.node for node in cluster.nodes))
         return self.restoring.assignment(
-            unbound, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
+            unbound,
+            _without_surplus(cluster.nodes, unbound),
+            before=plan,
+            layer_bytes=prices.layer_bytes,
         )
 
     def _with_trusted_pipeline(
@@ -235,6 +238,20 @@ class Reinstantiate:
         _, templates = min(options, key=itemgetter(0))
         pipelines = self._bound_pipelines(templates, plan, cluster, prices=prices)
         return (self.transition(pipelines, TRUSTED, plan, cluster, event, prices),)
+
+
+def _without_surplus(nodes: Sequence[Node], unbound: Sequence[UnboundPipeline]) -> Sequence[Node]:
+    """The nodes without the slowest of those that hold no layer, if there are more than places.
+
+    If a node is distrusted, all stay, because places may need trusted nodes, whatever their speed.
+    """
+    num_surplus = len(nodes) - sum(pipeline.template.num_nodes for pipeline in unbound)
+    if num_surplus <= 0 or not all(node.is_trusted for node in nodes):
+        return nodes
+    empty = [node for node in nodes if not any(node.held)]
+    empty.sort(key=lambda node: (node.kind.speed, -node.node))
+    surplus = {node.node for node in empty[:num_surplus]}
+    return [node for node in nodes if node.node not in surplus]
 
 
 def _num_nodes(pipelines: Sequence[Pipeline]) -> int:
