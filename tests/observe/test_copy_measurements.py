@@ -42,6 +42,16 @@ def test_without_versions_there_is_nothing_to_tell() -> None:
     assert measurements.table(0.0) == {"idle_used_s": 0.0, "idle_left_s": 0.0}
 
 
+def test_versions_with_a_recovery_between_them_tell_no_period() -> None:
+    measurements = CopyMeasurements()
+    for iteration in range(4):
+        if iteration == 2:
+            measurements.on_recovered()
+        measurements.add_iteration(iteration, [done(iteration, 0, iteration)], 9.0 * iteration)
+
+    assert "every" not in measurements.table(0.0)
+
+
 @pytest.mark.parametrize("first", [3, 4, 5])
 def test_a_version_from_before_a_recovery_took_no_downtime(first: int) -> None:
     """It is told with the first commit after the recovery alone, whether the job went back to it,
@@ -60,6 +70,26 @@ def test_a_version_from_before_a_recovery_took_no_downtime(first: int) -> None:
     table = measurements.table(0.0)
     assert table["checkpoint_s"] == pytest.approx(1.0)
     assert table["every"] == 1.0
+
+
+@pytest.mark.parametrize("first", [90, 100])
+def test_the_period_between_versions_contains_no_downtime(first: int) -> None:
+    """One wait of 600 s for a machine doubled what a failure was expected to waste.
+
+    Args:
+        first: iteration with which the job goes on after the wait.
+    """
+    measurements = CopyMeasurements()
+    for iteration in range(100):
+        measurements.add_iteration(iteration, [done(iteration, 0, iteration)], float(iteration))
+    measurements.on_recovered()
+    for iteration in range(first, 200):
+        now_s = 600.0 + 100 - first + iteration
+        measurements.add_iteration(iteration, [done(iteration, 0, iteration)], now_s)
+
+    table = measurements.table(0.0)
+    assert table["every"] == 1.0
+    assert table["expected_wasted_s"] == pytest.approx(1.0 + 1.0 / 2.0)
 
 
 @pytest.mark.parametrize("has_copies", [False, True])

@@ -119,10 +119,11 @@ class CopyMeasurements:
 
     def __init__(self) -> None:
         self._committed_s: dict[int, float] = {}  # Commit time, by age, of what is not complete.
-        # (age, when all its copies were stored) of the first complete version and of the newest.
-        self._first: tuple[int, float] | None = None
-        self._newest: tuple[int, float] = (-1, 0.0)
+        self._newest_age = -1  # Age of the newest complete version.
+        # (age, when all its copies were stored) of the newest version since the newest recovery.
+        self._before: tuple[int, float] | None = None
         self._took_s, self._used_s, self._left_s = _Mean(), _Mean(), _Mean()
+        self._period_s, self._period_iterations = _Mean(), _Mean()
 
     def add_iteration(self, iteration: int, reports: Iterable[IterationDone], now_s: float) -> None:
         """Adds what the ranks report about copies with a committed iteration."""
@@ -136,22 +137,28 @@ class CopyMeasurements:
                 self._left_s.add(max(0.0, done.idle_s - done.idle_used_s))
         age = max((report.copied.age for report in reports), default=-1)
         # The version with which a job or an epoch begins belongs to no iteration seen here.
-        if age in self._committed_s and age > self._newest[0]:
-            self._newest = age, now_s
-            self._first = self._first or self._newest
+        if age in self._committed_s and age > self._newest_age:
+            if self._before is not None:
+                age_before, complete_s = self._before
+                self._period_iterations.add(age - age_before)
+                self._period_s.add(now_s - complete_s)
+            self._newest_age, self._before = age, (age, now_s)
             self._took_s.add(now_s - self._committed_s[age])
             self._committed_s = {n: at_s for n, at_s in self._committed_s.items() if n > age}
 
     def on_recovered(self) -> None:
-        """Leaves out versions from before the recovery: what they took contains its downtime."""
+        """Leaves out versions from before the recovery: what they took, and the period to the next
+        version, contain its downtime."""
         self._committed_s.clear()
+        self._before = None
 
     def table(self, retrieval_s: float) -> dict[str, float]:
         """The report's table of copies, "memory" in `checkpoints`.
 
         The time that a failure wastes is Gemini's equation 1: the time until a version is
         complete, plus half of the period between versions, plus the time to read a version. It
-        is left out, as are its parts, if fewer than two versions were complete.
+        is left out, as are its parts, if no two versions were complete without a recovery between
+        them.
 
         Args:
             retrieval_s: time that going back to copies took, 0.0 if it never happened.
@@ -160,15 +167,12 @@ class CopyMeasurements:
             "idle_used_s": self._used_s.value,
             "idle_left_s": self._left_s.value,
         }
-        if self._first is None or self._took_s.count < 2:
+        if not self._period_s.count:
             return table
-        (first, first_s), (last, last_s) = self._first, self._newest
-        num_periods = self._took_s.count - 1
         checkpoint_s = self._took_s.value
-        wasted_s = checkpoint_s + (last_s - first_s) / num_periods / 2.0 + retrieval_s
         return table | {
-            "every": (last - first) / num_periods,
+            "every": self._period_iterations.value,
             "checkpoint_s": checkpoint_s,
             "retrieval_s": retrieval_s,
-            "expected_wasted_s": wasted_s,
+            "expected_wasted_s": checkpoint_s + self._period_s.value / 2.0 + retrieval_s,
         }

@@ -281,9 +281,9 @@ class Report:
             of iterations from one to the next; `checkpoint_s`, the seconds from a commit until its
             state is complete there; `retrieval_s`, the seconds to read it; and
             `expected_wasted_s`, which a failure costs (Gemini's equation 1): the first, half of the
-            period and the last. That of memory lacks them if fewer than two versions were complete,
-            and has `idle_used_s` and `idle_left_s`: seconds of an iteration's idle network that
-            copies used and left.
+            period and the last. That of memory lacks them if no two versions were complete without
+            a recovery between them, and has `idle_used_s` and `idle_left_s`: seconds of an
+            iteration's idle network that copies used and left.
         ledger: seconds by category, and their sum as `wall` (docs/GLOSSARY.md).
         final: end of the job.
         plan: plan that the job began with.
