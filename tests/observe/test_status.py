@@ -14,9 +14,11 @@ from helpers.recorder_messages import (
 )
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.kinds import ChangeKind
+from planaria.core.plan import NodeKind
 from planaria.core.records import Leading, ToLauncher, Warned
 from planaria.observe.metrics import EventRecord
 from planaria.observe.status import Health, JobStatus, NodeState, Standing, job_status
+from planaria.policies.unequal_nodes import with_kinds
 
 JOB = JobConfig(name="mine", cluster=ClusterConfig(devices_per_node=2))
 FIRST = shaped_plan((2, 1), 4)
@@ -136,6 +138,16 @@ def test_slow_and_unreachable_nodes_are_marked_until_they_are_not() -> None:
     assert marked.degraded == "one short"
     assert health(status(ON, slow, fast, live=(0, 1))) == {0: "ok", 1: "slow"}
     assert status(ON, slow, fast).degraded == ""
+
+
+def test_a_node_that_joined_with_a_known_low_speed_is_slow() -> None:
+    """Its speed is in the plan, and no change ever tells that it has become slow."""
+    slow = msgspec.structs.replace(
+        change_message(), plan=with_kinds(FIRST, {2: NodeKind(0.5), 1: NodeKind(1.0, 9)})
+    )
+
+    assert health(status(ON, slow)) == {0: "ok", 1: "ok", 2: "slow"}
+    assert health(status(ON, slow, unreachable=(2,)))[2] == "unreachable"
 
 
 def test_the_newest_commit_tells_the_speeds_of_links() -> None:

@@ -101,7 +101,8 @@ class Standing:
         is_training: whether all ranks train; False while they start or recover.
         has_trained: whether training has begun.
         lost: nodes that were lost, also while they waited to join.
-        slow: nodes that count as slow.
+        slow: nodes that have become slow and were given less work; the plan has the speeds of
+            others that were slow when they joined.
         links: measured bytes per second by kind of link.
     """
 
@@ -170,13 +171,15 @@ def job_status(
     """
     plan, per_node = standing.plan, job.cluster.devices_per_node
     planned = frozenset(plan.nodes if plan is not None else ())
+    # No message names a node as slow whose low speed was known before it joined.
+    slow = standing.slow.union(plan.slow_nodes if plan is not None else ())
 
     def health(node: int, state: NodeState) -> Health:
         if state is NodeState.LOST:
             return Health.LOST
         if node in unreachable:
             return Health.UNREACHABLE
-        return Health.SLOW if node in standing.slow else Health.OK
+        return Health.SLOW if node in slow else Health.OK
 
     def state(node: int) -> NodeState:
         is_planned, is_leaving = node in planned, node in leaving
