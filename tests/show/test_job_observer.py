@@ -1,5 +1,6 @@
 """What the observer shows of what the launcher tells."""
 
+import pytest
 from msgspec import structs
 
 from helpers.recorder_messages import decision_message, loss_message, report, running, starting
@@ -129,3 +130,40 @@ def test_what_saves_took_is_told_apart_from_what_copies_took() -> None:
     assert tables["disk"]["every"] == 5.0
     assert tables["memory"]["every"] == 1.0
     assert tables["disk"]["checkpoint_s"] != tables["memory"]["checkpoint_s"]
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "source", "copied", "expected"),
+    [
+        (False, "step-5", -1, {"disk": 3.0, "memory": 0.0}),
+        (True, "step-5", -1, {"disk": 2.0, "memory": 0.0}),
+        (True, "", -1, {"disk": 1.0, "memory": 0.0}),
+        (False, "", 5, {"disk": 0.0, "memory": 3.0}),
+    ],
+)
+def test_what_reading_took_is_the_mean_of_the_start_and_of_all_that_went_back(
+    is_resumed: bool, source: str, copied: int, expected: dict[str, float]
+) -> None:
+    """A recovery from saves counted nothing. The start reads for 1 s, a recovery for 3 s; the last
+    one had not come to an end with the job."""
+    observer, recorder, _ = watched()
+    decided = structs.replace(decision_message(21.0), source=source, copied=copied)
+    for message in (
+        starting(11.0),
+        running(12.0),
+        loss_message(20.0, 6),
+        decided,
+        starting(22.0),
+        running(26.0, epoch=4, pid=80, regroup_s=1.0, transfer_s=3.0),
+        loss_message(30.0, 5),
+        structs.replace(decided, detected_s=31.0),
+    ):
+        observer.on_message(message)
+    for iteration in range(4):
+        reports = [structs.replace(report(0, iteration), copied=CopiesDone(age=iteration))]
+        recorder.copy_measurements.add_iteration(iteration, reports, 40.0 + iteration)
+
+    tables = observer.checkpoints(every=5, is_resumed=is_resumed)
+
+    assert {tier: table["retrieval_s"] for tier, table in tables.items()} == expected
+    assert tables["disk"]["expected_wasted_s"] == expected["disk"]

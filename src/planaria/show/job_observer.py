@@ -204,20 +204,27 @@ class JobObserver:
             is_resumed: whether the job started from a save.
         """
         saves, records = self._checkpoint_s, self._recorder.iterations
+        reads_s = {
+            tier: [
+                event.transfer_s
+                for event in self._recorder.events()
+                if event.source_tier == tier and event.downtime_s  # Else the job ended before.
+            ]
+            for tier in ("disk", "memory")
+        }
+        if is_resumed:
+            reads_s["disk"].append(self._began_s - self._starting_s)
+        retrieval_s = {tier: fmean(seconds or (0.0,)) for tier, seconds in reads_s.items()}
         checkpoint_s = fmean(saves) if saves else 0.0
-        retrieval_s = self._began_s - self._starting_s if is_resumed else 0.0
         period_s = every * fmean(record.seconds for record in records) if records else 0.0
-        wasted_s = checkpoint_s + period_s / 2.0 + retrieval_s if every else 0.0
-        back = [
-            event.transfer_s for event in self._recorder.events() if event.source_tier == "memory"
-        ]
+        wasted_s = checkpoint_s + period_s / 2.0 + retrieval_s["disk"] if every else 0.0
         disk = {
             "every": float(every),
             "checkpoint_s": checkpoint_s,
-            "retrieval_s": retrieval_s,
+            "retrieval_s": retrieval_s["disk"],
             "expected_wasted_s": wasted_s,
         }
-        memory = self._recorder.copy_measurements.table(fmean(back) if back else 0.0)
+        memory = self._recorder.copy_measurements.table(retrieval_s["memory"])
         return {"disk": disk, "memory": memory}
 
     def _on_committed(self, message: Committed) -> None:
