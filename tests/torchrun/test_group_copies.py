@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from helpers.connections import number_in_child
 from helpers.linked_ranks import wait_until
 from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.filling import Filler
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.torchrun import group_copies, memory_checkpointer
 from planaria.torchrun.group_sockets import listeners
@@ -97,6 +99,27 @@ def test_a_save_of_what_was_copied_anew_leaves_that_version_as_it_is(
     assert saver.save(2)
     saver.wait_ended()
     assert saver.restore() == 2
+
+
+def test_a_version_that_is_copied_while_groups_of_nccl_are_aborted_is_given_up(
+    saver: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device computes after that is anything, and a restore would take it."""
+    assert saver.save(1)
+    saver.wait_ended()
+    saver._group._watch = watch = Mock(has_aborted=False)
+    fill = Filler.__call__
+
+    def lose_a_rank(*arguments: Any) -> None:
+        watch.has_aborted = True
+        fill(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Filler, "__call__", lose_a_rank)
+        assert saver.save(2)
+        saver.wait_ended()
+
+    assert [label.age for label in saver._memory.versions()[0]] == [1]
 
 
 def test_a_forked_child_does_not_keep_the_links_of_a_rank(tmp_path: Path) -> None:

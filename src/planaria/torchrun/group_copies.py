@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Final
 
-import msgspec
 import torch.distributed as dist
 
 from planaria.checkpoint.memory.filling import HostCopy, no_device
@@ -33,7 +32,7 @@ from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_al
 from planaria.torchrun.group_sockets import LossWatch, connections_between_ranks
 from planaria.torchrun.host_bytes import HostBytes
 from planaria.torchrun.persisting import PersistentTier
-from planaria.torchrun.rank_memory import RankMemory
+from planaria.torchrun.rank_memory import RankFacts, RankMemory, epoch_after
 from planaria.torchrun.restores import Restores
 from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
 from planaria.torchrun.shard_placement import place_nodes, survival, whole_everywhere
@@ -45,26 +44,6 @@ logger = logging.getLogger(__name__)
 _LINK_TIMEOUT_S: Final = 600.0
 _NUM_BUFFERS: Final = 4
 _EPOCH: Final = 0  # The only epoch of the links, which live as long as the group.
-
-
-class RankFacts(msgspec.Struct, frozen=True):
-    """The facts that a rank tells all others when it begins.
-
-    Attributes:
-        node: name of its node, equal for all ranks with the same keeper.
-        address: host and port at which it accepts links.
-        labels: labels of the versions that it keeps, by shard.
-        begin_us: time at which it began, in microseconds since 1970.
-        domain: name of its failure domain; "": none.
-        store_port: port of its store, at which ranks meet after a loss; 0: it has none.
-    """
-
-    node: str
-    address: Address
-    labels: dict[int, tuple[Label, ...]]
-    begin_us: int
-    domain: str
-    store_port: int
 
 
 class GroupCopies:
@@ -115,7 +94,7 @@ class GroupCopies:
         self._watch: LossWatch | None = None
         if options.store_port:
             self._watch = LossWatch(self.links, self._world_size, self.connections)
-        self._epoch = _epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
+        self._epoch = epoch_after(self.ranks)  # The epoch in the labels of this run's versions.
         self._is_above_saves = tier is None  # Whether that is above the epochs behind memory, too.
         # The version of earlier runs that is kept until one of this run is complete.
         self._complete_label = next(iter(self._restores.complete()), None)
@@ -320,9 +299,12 @@ class GroupCopies:
                 self._turns.on_iteration_begin(begins=begins)
         return begins
 
+    def _has_aborted(self) -> bool:
+        """Whether groups of NCCL were aborted: what a device computes after that is anything."""
+        return self._watch is not None and self._watch.has_aborted
+
     def _check_not_aborted(self) -> None:
-        """Refuses what a device has computed since its groups were aborted, which is anything."""
-        if self._watch is not None and self._watch.has_aborted:
+        if self._has_aborted():
             raise dist.DistBackendError("a rank was lost, and the groups of NCCL were aborted")
 
     def _pause_watching(self) -> AbstractContextManager[None]:
@@ -468,7 +450,11 @@ class GroupCopies:
                 complete_label=self._complete_label,
             ),
             host_copy=HostCopy(
-                self._memory.arena, self._memory.filler, _no_virtual_bytes, no_device
+                self._memory.arena,
+                self._memory.filler,
+                _no_virtual_bytes,
+                no_device,
+                is_void=self._has_aborted,
             ),
             flow=FlowControl(
                 Buffers(self._options.buffer_bytes, _NUM_BUFFERS),
@@ -578,16 +564,6 @@ def _leave(reference: "weakref.ref[Links]") -> None:
 
 def _begin_of(label: Label) -> tuple[int, int]:
     return label.epoch, label.age
-
-
-def _epoch_after(ranks: Sequence[RankFacts]) -> int:
-    """An epoch above those of all known versions, whatever the clocks say.
-
-    It is also at least the present time in microseconds, so that it is above the epochs of earlier
-    runs whose memory is not known now, unless clocks have gone back.
-    """
-    known = [n.epoch for rank in ranks for labels in rank.labels.values() for n in labels]
-    return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])
 
 
 def _no_virtual_bytes(_shard: int) -> int:

@@ -7,9 +7,11 @@ ranks that live make a new process group.
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 
 from planaria.checkpoint.memory.arena import Arena
@@ -17,10 +19,31 @@ from planaria.checkpoint.memory.filling import Filler
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 from planaria.torchrun.keeper import KeeperSlot, attach
+from planaria.transport.links import Address
 
 logger = logging.getLogger(__name__)
 
 _PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Defaults without torchrun.
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """The facts that a rank tells all others when it begins.
+
+    Attributes:
+        node: name of its node, equal for all ranks with the same keeper.
+        address: host and port at which it accepts links.
+        labels: labels of the versions that it keeps, by shard.
+        begin_us: time at which it began, in microseconds since 1970.
+        domain: name of its failure domain; "": none.
+        store_port: port of its store, at which ranks meet after a loss; 0: it has none.
+    """
+
+    node: str
+    address: Address
+    labels: dict[int, tuple[Label, ...]]
+    begin_us: int
+    domain: str
+    store_port: int
 
 
 class RankMemory:
@@ -89,3 +112,13 @@ class RankMemory:
         """Ends the keeper, and with it all copies of the node."""
         self.filler.close()
         self._slot.end()
+
+
+def epoch_after(ranks: Sequence[RankFacts]) -> int:
+    """An epoch above those of all known versions, whatever the clocks say.
+
+    It is also at least the present time in microseconds, so that it is above the epochs of earlier
+    runs whose memory is not known now, unless clocks have gone back.
+    """
+    known = [n.epoch for rank in ranks for labels in rank.labels.values() for n in labels]
+    return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])

@@ -83,6 +83,11 @@ def no_device(num_bytes: int, *, is_own: bool) -> None:
     del num_bytes, is_own
 
 
+def is_never_void() -> bool:
+    """No, for bytes that nothing but their own process changes."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """How the bytes of a layer get into an arena, and how long that takes.
@@ -94,9 +99,11 @@ class HostCopy:
             size.
         device_to_host: takes the time in which the virtual bytes would be copied from a device to
             its host's memory.
+        is_void: tells whether the bytes that were copied by now may be anything.
     """
 
     arena: Arena
     fill: Fill
     virtual_bytes: Callable[[int], int]
     device_to_host: DeviceToHost
+    is_void: Callable[[], bool] = is_never_void

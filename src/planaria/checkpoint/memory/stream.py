@@ -490,7 +490,12 @@ class OwnCopies:
 
         Returns:
             Whether both versions have the same pieces.
+
+        Raises:
+            AbortedError: the copy is given up, because its bytes may be anything.
         """
+        if self._host_copy.is_void():
+            raise AbortedError(f"the copy of iteration {version.label.age} is given up")
         version.hash_pieces()
         self._arena.finish(version)
         older = self._arena.peek(version.layer, older_label) if older_label else None
