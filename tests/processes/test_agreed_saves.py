@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -88,6 +89,30 @@ def parallel() -> TrainingState:
     parallelize_module(model, mesh["parts"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["peers"])
     return TrainingState(model, SGD(model.parameters()), {})
+
+
+class Sampled:
+    """A position in the data, with values whose bytes differ between processes."""
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+
+    def state_dict(self) -> dict[str, object]:
+        names = {f"file{n}" for n in range(9)}  # Each process has another order of it.
+        return {"at": self._position, "done": names, "of": [torch.tensor([3.0]), np.float64(0.5)]}
+
+    def load_state_dict(self, state_dict: dict[str, object], /) -> None:
+        raise AssertionError(state_dict)
+
+
+def others_apart(held: TrainingState, number: int) -> dict[str, str]:
+    """What is refused of other objects that are the same on all ranks, and of such that are not."""
+    alike, apart = {"sampler": Sampled(5)}, {"fine": Sampled(5), "sampler": Sampled(number)}
+    return {
+        "alike": refusal(TrainingState(held.model, held.optimizer, alike)),
+        "apart": refusal(TrainingState(held.model, held.optimizer, apart)),
+        "own": refusal(TrainingState(held.model, held.optimizer, {}, apart)),
+    }
 
 
 def lost_keeper(held: TrainingState, number: int, place: Path) -> dict[str, str]:
@@ -212,6 +237,7 @@ def rank(payload: bytes, answer_fd: int) -> None:
     except ConfigError as error:
         told["save"] = str(error)
     saver.close()
+    told |= others_apart(whole, number)
     told |= refused_late(Path(directory) / f"late{number}")
     told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
     told |= back_from_two_runs(number, directory)
@@ -231,6 +257,8 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(
 
     assert told == told_by_other
     assert told["whole"] == told["stateless"] == told["statistics"] == told["parallel"] == ""
+    assert told["alike"] == told["own"] == ""
+    assert "others = 'sampler': rank 1 has another state of it than rank 0" in told["apart"]
     assert told["two runs"] in ("1 [0.0, 0.0]", "1 [1.0, 1.0]")  # Whichever began last.
     assert told["one name"].startswith("2 nodes: ")
     assert told["one name"].count("call(") == 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,31 @@ def test_state_that_is_cut_otherwise_than_its_parameter_is_refused() -> None:
     with pytest.raises(ConfigError, match="whose shape is not") as caught:
         check_on_all(TrainingState(model, optimizer, {}))
     assert caught.value.field == "optimizer.state of weight, rows"
+
+
+class Average:
+    """A moving average of a model, say, which a script gives in `others`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3, "averages": [{"weight": self._tensor}]}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        raise AssertionError(state_dict)
+
+
+def test_parts_of_tensors_among_others_are_refused() -> None:
+    """All ranks would get the part of rank 0; an object of each rank's own gets its own back."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters())
+    average = Average(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    check_on_all(TrainingState(model, optimizer, {}, {"average": average}))
+    check_on_all(TrainingState(model, optimizer, {"average": Average(torch.ones(4, 4))}))
+
+    with pytest.raises(ConfigError, match="per_rank") as caught:
+        check_on_all(TrainingState(model, optimizer, {"average": average}))
+    assert caught.value.field == "others.average.averages.0.weight"
+    assert caught.value.value == "DTensor"

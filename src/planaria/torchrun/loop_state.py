@@ -9,11 +9,14 @@ test before the first version.
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from io import BytesIO
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from planaria.errors import CheckpointError, ConfigError
 
@@ -29,6 +32,9 @@ _REMEDY: Final = (
     "strings, tensors, lists and dicts, or pass its type to "
     "torch.serialization.add_safe_globals"
 )
+
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), dict, list, tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +117,17 @@ def check(non_tensors: NonTensorState) -> None:
     """Refuses state that a restore could not read back.
 
     Raises:
-        ConfigError: a value cannot be written or read back; the error names it.
+        ConfigError: a value cannot be written or read back, or is a part of a tensor though all
+            ranks get the same one; the error names it.
     """
+    for name, value in _leaves("others", non_tensors.others):
+        if isinstance(value, DTensor):
+            remedy = (
+                "all ranks would get the part of rank 0; let its state_dict return whole tensors "
+                "(full_tensor, or get_optimizer_state_dict with full_state_dict=True), or give "
+                "the object in per_rank, to have it restored on as many ranks as now"
+            )
+            raise ConfigError(name, type(value).__name__, remedy)
     for name, value in non_tensors.numbers.items():
         if not isinstance(value, float | int | str | None):
             remedy = (
@@ -123,6 +138,48 @@ def check(non_tensors: NonTensorState) -> None:
         decoded_state(encoded_state(non_tensors))
     except CheckpointError as error:
         raise _refusal(non_tensors) from error
+
+
+def state_digests(states: Mapping[str, Any]) -> dict[str, str]:
+    """A digest of each state, equal for equal states of two processes.
+
+    The bytes of equal states may differ: those of sets, of tensors on two devices, and of values
+    that are one object here and two there. Of types that are none of torch's, numpy's or Python's
+    own only the name counts.
+    """
+    return {
+        name: sha256("\n".join(sorted(_texts(name, state))).encode()).hexdigest()
+        for name, state in states.items()
+    }
+
+
+def _texts(name: str, state: Any) -> Iterator[str]:
+    for path, value in _leaves(name, state):
+        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            content = (
+                f"{value.dtype} {tuple(value.shape)} {sha256(flat.numpy().tobytes()).hexdigest()}"
+            )
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+            content = f"{value.dtype} {value.shape} {sha256(value.tobytes()).hexdigest()}"
+        elif isinstance(value, set | frozenset):
+            content = str(sorted(map(repr, value)))
+        else:
+            is_plain = isinstance(value, _PLAIN)
+            content = repr(value) if is_plain else type(value).__name__
+        yield f"{path}: {content}"
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields all values in nested dicts, lists and tuples, with their full names."""
+    if isinstance(value, Mapping):
+        pairs = [*value.items()]
+    else:
+        pairs = [*enumerate(value)] if isinstance(value, list | tuple) else []
+    if not pairs:
+        yield name, value
+    for key, inner in pairs:
+        yield from _leaves(f"{name}.{key}", inner)
 
 
 def _refusal(non_tensors: NonTensorState) -> ConfigError:

@@ -7,7 +7,8 @@ keeps for parameters of other models would be lost, too.
 
 Tensors that are not DTensors of all ranks are hashed, at some 20 GB/s, and the hashes are compared
 among the ranks that hold parts of the same names at the same positions. Buffers are not compared:
-those of BatchNorm differ between the ranks of DDP.
+those of BatchNorm differ between the ranks of DDP. Of the states of other objects digests are
+compared among all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from planaria.errors import ConfigError
 from planaria.torchrun.gathering import gather_records
+from planaria.torchrun.loop_state import state_digests
 from planaria.torchrun.shards import TrainingState
 from planaria.torchrun.slices import has_position
 
@@ -79,6 +81,7 @@ def check_on_all(state: TrainingState) -> None:
         _check_shapes(state, digests)
     _check_names(state, digests)
     _check_values(state)
+    _check_others(state)
 
 
 def check_tensors_on_all(state: TrainingState) -> None:
@@ -201,6 +204,19 @@ def _check_values(state: TrainingState) -> None:
         "DTensor of the whole, or equal on all ranks"
     )
     raise ConfigError("model", name, remedy)
+
+
+def _check_others(state: TrainingState) -> None:
+    """Refuses other objects whose states differ: one's would be restored on all ranks."""
+    by_rank = gather_records(dict[str, str], state_digests(state.non_tensor_state().others))
+    for rank, own in enumerate(by_rank):
+        for name in sorted(own.keys() | by_rank[0].keys()):
+            if own.get(name) != by_rank[0].get(name):
+                remedy = (
+                    f"rank {rank} has another state of it than rank 0, which a restore would "
+                    "give to all ranks; give it in per_rank"
+                )
+                raise ConfigError("others", name, remedy)
 
 
 def _structure_digests(state: TrainingState) -> _StructureDigests:
