@@ -20,6 +20,7 @@ from planaria.checkpoint.memory.filling import Filler
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.torchrun import group_copies, memory_checkpointer
 from planaria.torchrun.group_sockets import listeners
+from planaria.torchrun.loop_state import RandomGenerators
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 
@@ -99,6 +100,30 @@ def test_a_save_of_what_was_copied_anew_leaves_that_version_as_it_is(
     assert saver.save(2)
     saver.wait_ended()
     assert saver.restore() == 2
+
+
+@pytest.mark.parametrize("field", ["others", "per_rank"])
+def test_objects_that_are_left_out_after_a_reform_are_named(field: str, tmp_path: Path) -> None:
+    """They would be neither restored nor saved any more, without a word."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: Any = {field: {"random": RandomGenerators(), "more": RandomGenerators()}}
+    saver = MemoryCheckpointer(model, optimizer, directory=str(tmp_path / "place"), **given)
+    saver._group.end()
+    saver._group.links.close()
+    less: Any = {field: {"random": RandomGenerators()}}
+    try:
+        for wrong in ({}, less):
+            with pytest.raises(ConfigError, match="the constructor had more, random") as caught:
+                saver.use(model, optimizer, **wrong)
+            assert caught.value.field == field
+
+        saver.use(model, optimizer, **given)
+        assert saver.restore() == 0
+    finally:
+        saver.close()
+        dist.destroy_process_group()
 
 
 def test_a_version_that_is_copied_while_groups_of_nccl_are_aborted_is_given_up(

@@ -34,7 +34,7 @@ process group after a loss, without a restart (survivors.py):
                 model = optimizer = None  # Or the old ones take memory beside the new ones.
                 checkpointer.reform()
                 model, optimizer = build()  # As at the start, on the new group.
-                checkpointer.use(model, optimizer)
+                checkpointer.use(model, optimizer)  # With the others and per_rank of the first.
             for iteration in range(checkpointer.restore(), last):
                 ...
             break
@@ -178,6 +178,7 @@ class MemoryCheckpointer:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _begin(self, state: TrainingState) -> GroupCopies:
+        self._names = _names_of(state)
         return GroupCopies(
             self._memory, state, self._tier, self._options, had_version=self._had_version
         )
@@ -286,7 +287,8 @@ class MemoryCheckpointer:
         """Makes the default process group anew, of the ranks that live, after a peer was lost.
 
         Call it where a collective raised an error; all ranks that live must call it. Then make
-        model and optimizer anew, as at the start, and call `use`. If another rank is lost by then,
+        model and optimizer anew, as at the start, and call `use` with them and with the objects of
+        `others` and `per_rank`. If another rank is lost by then,
         call it again. RANK and WORLD_SIZE in the environment are set to the new numbers. It lets go
         of the old model and optimizer; while the script has them, they take memory, too.
 
@@ -344,11 +346,24 @@ class MemoryCheckpointer:
         others: Mapping[str, Stateful] | None = None,
         per_rank: Mapping[str, Stateful] | None = None,
     ) -> None:
-        """Begins with a model that was made anew after `reform`; `restore` fills it."""
+        """Begins with a model that was made anew after `reform`; `restore` fills it.
+
+        Args:
+            others, per_rank: objects of the same names as in the constructor, for the new model.
+
+        Raises:
+            ConfigError: the names are not those of the constructor.
+        """
         self._check_open()
+        state = TrainingState(model, optimizer, others or {}, per_rank or {})
+        for field, names in _names_of(state).items():
+            if names != self._names[field]:
+                before = ", ".join(sorted(self._names[field])) or "none"
+                remedy = f"the constructor had {before}; give `use` objects of the same names"
+                raise ConfigError(field, ", ".join(sorted(names)), remedy)
         self._is_new = False
         self._memory.adopt()
-        self._group = self._begin(TrainingState(model, optimizer, others or {}, per_rank or {}))
+        self._group = self._begin(state)
         self._is_used = True
 
     def close(self) -> None:
@@ -378,3 +393,8 @@ class MemoryCheckpointer:
         if not self._is_used:
             remedy = "make model and optimizer anew, and call `use` with them"
             raise ConfigError("MemoryCheckpointer", "reformed", remedy)
+
+
+def _names_of(state: TrainingState) -> dict[str, frozenset[str]]:
+    """The names of the objects that are saved besides model and optimizer, by argument."""
+    return {"others": frozenset(state.others), "per_rank": frozenset(state.per_rank)}
