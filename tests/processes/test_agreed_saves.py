@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -96,10 +97,16 @@ class Sampled:
 
     def __init__(self, position: int) -> None:
         self._position = position
+        self.more: object = 0
 
     def state_dict(self) -> dict[str, object]:
         names = {f"file{n}" for n in range(9)}  # Each process has another order of it.
-        return {"at": self._position, "done": names, "of": [torch.tensor([3.0]), np.float64(0.5)]}
+        return {
+            "at": self._position,
+            "done": names,
+            "of": [torch.tensor([3.0]), np.float64(0.5)],
+            "is": self.more,
+        }
 
     def load_state_dict(self, state_dict: dict[str, object], /) -> None:
         raise AssertionError(state_dict)
@@ -148,6 +155,30 @@ def refused_late(place: Path) -> dict[str, str]:
         told += str(error)
     saver.close()
     return {"late": told}
+
+
+def odd_later(held: TrainingState, number: int, place: Path) -> dict[str, str]:
+    """What saves tell whose first state can be read, and a later one of rank 1 cannot."""
+    told = ""
+    for kind in ("others", "per_rank"):
+        sampler = Sampled(5)
+        more: Any = {kind: {"sampler": sampler}, "directory": str(place / kind)}
+        saver = MemoryCheckpointer(held.model, held.optimizer, **more)
+        told += f"{saver.save(1)} "
+        saver.wait_ended()
+        sampler.more = Sampler() if number or kind == "others" else 0
+        try:
+            saver.save(2)
+        except ConfigError as error:
+            told += (
+                f"{error.field} {[labels[0].age for labels in saver._memory.versions().values()]} "
+            )
+        sampler.more = 7
+        told += f"{saver.save(2)} "
+        saver.wait_ended()
+        dist.barrier()
+        saver.close()
+    return {"odd later": told}
 
 
 def alone(number: int, directory: str) -> None:
@@ -239,6 +270,7 @@ def rank(payload: bytes, answer_fd: int) -> None:
     saver.close()
     told |= others_apart(whole, number)
     told |= refused_late(Path(directory) / f"late{number}")
+    told |= odd_later(whole, number, Path(directory) / f"odd{number}")
     told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
     told |= back_from_two_runs(number, directory)
     told |= of_one_name(number, directory)
@@ -257,6 +289,8 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(
 
     assert told == told_by_other
     assert told["whole"] == told["stateless"] == told["statistics"] == told["parallel"] == ""
+    later = ("others.sampler.is", "per_rank.sampler.is")
+    assert told["odd later"] == "".join(f"True {field} [1] True " for field in later)
     assert told["alike"] == told["own"] == ""
     assert "others = 'sampler': rank 1 has another state of it than rank 0" in told["apart"]
     assert told["two runs"] in ("1 [0.0, 0.0]", "1 [1.0, 1.0]")  # Whichever began last.

@@ -114,6 +114,7 @@ def test_objects_that_are_left_out_after_a_reform_are_named(field: str, tmp_path
     saver._group.links.close()
     less: Any = {field: {"random": RandomGenerators()}}
     try:
+        wrong: Any
         for wrong in ({}, less):
             with pytest.raises(ConfigError, match="the constructor had more, random") as caught:
                 saver.use(model, optimizer, **wrong)

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.errors import CheckpointError, ConfigError
-from planaria.torchrun.loop_state import NonTensorState, check, decoded_state, encoded_state
+from planaria.torchrun.loop_state import (
+    NonTensorState,
+    decoded_state,
+    encoded_state,
+    readable_state,
+)
 
 KEYS = st.one_of(st.integers(), st.text(max_size=3))
 VALUES = st.recursive(
@@ -35,7 +40,7 @@ class Odd:
 def test_values_come_back_as_they_were(value: Any) -> None:
     """With their types, which JSON does not keep."""
     beside = NonTensorState({"optimizer/w/step": 3}, [{"lr": 0.1}], {"sampler": {"is": value}})
-    check(beside)
+    readable_state(beside)
 
     found = decoded_state(encoded_state(beside))
 
@@ -62,7 +67,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 def test_rates_of_numpy_and_states_of_generators_come_back(value: Any) -> None:
     """Schedules compute with numpy, and samplers draw."""
     beside = NonTensorState({}, ({"lr": value},), {})
-    check(beside)
+    readable_state(beside)
 
     found = decoded_state(encoded_state(beside)).groups[0]["lr"]
 
@@ -74,21 +79,21 @@ def test_rates_of_numpy_and_states_of_generators_come_back(value: Any) -> None:
 def test_what_would_not_come_back_is_named(odd: object) -> None:
     """By the key at fault, whether it is that it cannot be read or cannot be written."""
     with pytest.raises(ConfigError, match="add_safe_globals") as caught:
-        check(
+        readable_state(
             NonTensorState(
                 {}, ({"lr": 0.1},), {"fine": {}, "sampler": {"state": {"at": 1, "is": odd}}}
             )
         )
     assert caught.value.field == "others.sampler.state.is"
     with pytest.raises(ConfigError) as caught:
-        check(NonTensorState({}, ({"lr": 0.1}, {"lr": odd}), {}))
+        readable_state(NonTensorState({}, ({"lr": 0.1}, {"lr": odd}), {}))
     assert caught.value.field == "optimizer.lr"
 
 
 def test_an_optimizer_s_state_of_many_parts_is_refused() -> None:
     """Nobody could tell which rank's part of a tensor within is whose."""
     with pytest.raises(ConfigError, match="not lists or dicts") as caught:
-        check(NonTensorState({"optimizer/w/old": [torch.ones(2)]}, (), {}))
+        readable_state(NonTensorState({"optimizer/w/old": [torch.ones(2)]}, (), {}))
     assert caught.value.field == "optimizer/w/old"
 
 

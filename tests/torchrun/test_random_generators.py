@@ -8,9 +8,9 @@ import torch
 from planaria.torchrun.loop_state import (
     NonTensorState,
     RandomGenerators,
-    check,
     decoded_state,
     encoded_state,
+    readable_state,
 )
 
 
@@ -23,7 +23,7 @@ def test_generators_draw_what_they_would_have_drawn() -> None:
     """Through the bytes of a version, which torch reads back without running code."""
     saved = NonTensorState(per_rank={"random": RandomGenerators().state_dict()})
     expected = drawn()
-    check(saved)
+    readable_state(saved)
 
     again = decoded_state(encoded_state(saved)).per_rank["random"]
     assert drawn() != expected

@@ -34,7 +34,12 @@ from planaria.torchrun.host_bytes import HostBytes
 from planaria.torchrun.persisting import PersistentTier
 from planaria.torchrun.rank_memory import RankFacts, RankMemory, epoch_after
 from planaria.torchrun.restores import Restores
-from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
+from planaria.torchrun.save_checks import (
+    check_on_all,
+    check_tensors_on_all,
+    parts_of_state,
+    readable_on_all,
+)
 from planaria.torchrun.shard_placement import place_nodes, survival, whole_everywhere
 from planaria.torchrun.shards import TrainingState
 from planaria.transport.links import UNLIMITED_S, Address, Links
@@ -322,8 +327,8 @@ class GroupCopies:
             return True
         if not self._are_checked:
             self._check(copier.own)
-        own_objects = self._gather_own_objects()
-        copier.begin(iteration, self._states(own_objects) if copier.own else {})
+        states = self._states(copier.own)
+        copier.begin(iteration, states)
         self._saved = iteration
         return True
 
@@ -398,19 +403,26 @@ class GroupCopies:
             self._tier.wait()
             return true_on_all(self._tier.has_saved(label))[0]
 
-    def _gather_own_objects(self) -> dict[int, bytes]:
+    def _gather_own_objects(self, mine: bytes) -> dict[int, bytes]:
         """The states of per_rank objects that this rank's shard has, by rank."""
         if not self._state.per_rank:
             return {}
-        mine = self._state.per_rank_state()
         if self._state.is_replicated:  # The one shard has those of all.
             return dict(enumerate(gather_bytes(mine)))
         return {self.rank: mine}
 
-    def _states(self, own_objects: Mapping[int, bytes]) -> dict[int, State]:
-        """This rank's shard as it is now, by its number."""
+    def _states(self, own: Sequence[int]) -> dict[int, State]:
+        """The own shards as they are now, by their numbers: one or none; all ranks call it."""
+        beside, mine = readable_on_all(self._state)
+        own_objects = self._gather_own_objects(mine)
+        if not own:
+            return {}
         _, state = self._state.shard(
-            self._shard, self._num_shards, per_rank=own_objects, read=self._host_bytes.read
+            self._shard,
+            self._num_shards,
+            beside=beside,
+            per_rank=own_objects,
+            read=self._host_bytes.read,
         )
         return {self._shard: state}
 
@@ -468,8 +480,7 @@ class GroupCopies:
     def _check(self, own: Sequence[int]) -> None:
         """Checks that a restore can bring back all of the state, and that memory suffices."""
         check_on_all(self._state)
-        own_objects = self._gather_own_objects()
-        state = self._states(own_objects)[self._shard] if own else {}
+        state = self._states(own).get(self._shard, {})
         check_room_on_all(
             self._nodes,
             self._shard_copies,

@@ -2,8 +2,8 @@
 
 It is written by torch.save, since JSON turns keys that are numbers into strings and tuples into
 lists, and cannot express inf. It is read by torch.load with weights_only=True, which runs no code
-from the file and refuses types that it does not know. So the state is written and read back as a
-test before the first version.
+from the file and refuses types that it does not know. So the state of each version is read back as
+a test before the version begins.
 """
 
 import random
@@ -113,8 +113,8 @@ def decoded_state(raw: bytes) -> NonTensorState:
         ) from error
 
 
-def check(non_tensors: NonTensorState) -> None:
-    """Refuses state that a restore could not read back.
+def readable_state(non_tensors: NonTensorState) -> bytes:
+    """The bytes of the state, as `encoded_state` has them, from which a restore can read it back.
 
     Raises:
         ConfigError: a value cannot be written or read back, or is a part of a tensor though all
@@ -134,10 +134,12 @@ def check(non_tensors: NonTensorState) -> None:
                 "only tensors and numbers of an optimizer's state can be saved, not lists or dicts"
             )
             raise ConfigError(name, type(value).__name__, remedy)
+    raw = encoded_state(non_tensors)
     try:
-        decoded_state(encoded_state(non_tensors))
+        decoded_state(raw)
     except CheckpointError as error:
         raise _refusal(non_tensors) from error
+    return raw
 
 
 def state_digests(states: Mapping[str, Any]) -> dict[str, str]:

@@ -223,9 +223,10 @@ class MemoryCheckpointer:
             has no keeper any more.
 
         Raises:
-            ConfigError: no fewer iterations were saved before. The first call, and calls
-                after the optimizer's state got other parts, also raise it if a node lacks memory
-                for the copies, or if a restore could not bring back all of the state.
+            ConfigError: no fewer iterations were saved before, or a restore could not read back a
+                value of state besides tensors. The first call, and calls after the optimizer's
+                state got other parts, also raise it if a node lacks memory for the copies, or if a
+                restore could not bring back all of the state.
             RuntimeError: a peer was lost meanwhile.
         """
         self._check_used()

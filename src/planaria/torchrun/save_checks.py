@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from planaria.errors import ConfigError
-from planaria.torchrun.gathering import gather_records
+from planaria.torchrun.gathering import gather_records, true_on_all
 from planaria.torchrun.loop_state import state_digests
 from planaria.torchrun.shards import TrainingState
 from planaria.torchrun.slices import has_position
@@ -95,6 +95,17 @@ def check_tensors_on_all(state: TrainingState) -> None:
     _refuse_on_all(lambda: _check_tensors(state))
 
 
+def readable_on_all(state: TrainingState) -> tuple[bytes, bytes]:
+    """This rank's `TrainingState.readable_values`.
+
+    Raises:
+        ConfigError: a value of a rank is refused; all ranks raise the same error.
+    """
+    values: list[tuple[bytes, bytes]] = []
+    _refuse_on_all(lambda: values.append(state.readable_values()))
+    return values[0]
+
+
 def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
     """The parts (owner, key) of the state of an optimizer and of optimizers that it contains.
 
@@ -117,6 +128,8 @@ def _refuse_on_all(check_own: Callable[[], None]) -> None:
         check_own()
     except ConfigError as error:
         refusal = _Refusal(error.field, str(error.value), error.remedy)
+    if true_on_all(not refusal.field)[0]:
+        return
     for refused in gather_records(_Refusal, refusal):
         if refused.field:
             raise ConfigError(refused.field, refused.value, refused.remedy)
@@ -147,7 +160,7 @@ def _check_own(state: TrainingState) -> None:
     _check_inner_optimizers(state.optimizer)
     _check_parameters(state)
     _check_state(state)
-    state.check_values()
+    state.readable_values()
 
 
 def _check_shapes(state: TrainingState, digests: Sequence[_StructureDigests]) -> None:

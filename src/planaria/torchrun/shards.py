@@ -20,7 +20,12 @@ from torch.optim import Optimizer
 
 from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
-from planaria.torchrun.loop_state import NonTensorState, check, decoded_state, encoded_state
+from planaria.torchrun.loop_state import (
+    NonTensorState,
+    decoded_state,
+    encoded_state,
+    readable_state,
+)
 from planaria.torchrun.slices import TensorSlice, assemble_part, is_in, local_part, overlap
 
 HEAD: Final = "shard"  # The name of the bytes that encode the `Shard`, which describes the others.
@@ -103,6 +108,7 @@ class TrainingState:
         rank: int,
         world_size: int,
         *,
+        beside: bytes = b"",
         per_rank: Mapping[int, bytes] | None = None,
         read: Callable[[Mapping[str, Tensor]], State] = bytes_now,
     ) -> tuple[Shard, State]:
@@ -112,6 +118,7 @@ class TrainingState:
         bytes are copies.
 
         Args:
+            beside: value of this field of the shard; empty: the state as it is now.
             per_rank: value of this field of the shard.
             read: brings tensors to the host as bytes.
 
@@ -128,7 +135,7 @@ class TrainingState:
             rank=rank,
             world_size=world_size,
             tensors=slices,
-            beside=encoded_state(self.non_tensor_state()),
+            beside=beside or encoded_state(self.non_tensor_state()),
             per_rank=dict(per_rank or {}),
         )
         tensors[HEAD] = torch.frombuffer(bytearray(msgspec.json.encode(shard)), dtype=torch.uint8)
@@ -142,14 +149,14 @@ class TrainingState:
         """
         return encoded_state(self._own_objects()) if self.per_rank else b""
 
-    def check_values(self) -> None:
-        """Refuses state besides tensors that a restore could not read back.
+    def readable_values(self) -> tuple[bytes, bytes]:
+        """The encoded state besides tensors, and the value of `per_rank_state`, as they are now.
 
         Raises:
             ConfigError: a value cannot be written or read back; the error names it.
         """
-        check(self.non_tensor_state())
-        check(self._own_objects())
+        beside = readable_state(self.non_tensor_state())
+        return beside, readable_state(self._own_objects()) if self.per_rank else b""
 
     def _own_objects(self) -> NonTensorState:
         return NonTensorState(per_rank={n: own.state_dict() for n, own in self.per_rank.items()})
