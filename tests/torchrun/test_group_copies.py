@@ -18,7 +18,7 @@ from helpers.linked_ranks import wait_until
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import Filler
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
-from planaria.torchrun import group_copies, memory_checkpointer
+from planaria.torchrun import group_copies, group_sockets, memory_checkpointer
 from planaria.torchrun.group_sockets import listeners
 from planaria.torchrun.loop_state import RandomGenerators
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
@@ -100,6 +100,37 @@ def test_a_save_of_what_was_copied_anew_leaves_that_version_as_it_is(
     assert saver.save(2)
     saver.wait_ended()
     assert saver.restore() == 2
+
+
+def test_a_reform_aborts_groups_of_nccl_before_it_waits_for_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy waits for its device, and that for a rank which is lost, until the abort."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place = str(tmp_path / "place")
+    saver = MemoryCheckpointer(model, optimizer, can_reform=True, directory=place)
+    is_aborted = threading.Event()
+    group = Mock(abort=is_aborted.set)
+    monkeypatch.setattr(group_sockets, "nccl_groups", lambda: [group])
+    were_aborted: list[bool] = []
+
+    def wait_for_device(*_: object) -> None:
+        were_aborted.append(is_aborted.wait(5.0))
+
+    monkeypatch.setattr(Filler, "__call__", wait_for_device)
+    assert saver.save(1)
+
+    with pytest.raises(CheckpointError, match="no rank was lost"):
+        saver.reform()
+
+    assert were_aborted == [True]
+    assert saver._memory.versions() == {}
+    saver.close()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("field", ["others", "per_rank"])

@@ -2,6 +2,7 @@
 
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -99,6 +100,21 @@ def test_groups_of_nccl_are_aborted_when_a_peer_is_lost(
                 copies.save(0)
 
     assert watch.has_aborted is not says_farewell
+
+
+def test_groups_of_nccl_are_aborted_before_a_loop_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would say farewell in `reform`, after which nobody aborts them."""
+    calls: list[str] = []
+    group = Mock(abort=lambda: calls.append("abort"))
+    monkeypatch.setattr(group_sockets, "nccl_groups", lambda: [group])
+    monkeypatch.setattr(group_sockets, "shut", lambda _: calls.append("shut"))
+    with link_ranks(2) as (here, gone):
+        LossWatch(here, 2, ())
+        gone.close()
+        wait_until(lambda: "shut" in calls)
+
+    wait_until(lambda: len(calls) == 2)
+    assert calls == ["abort", "shut"]
 
 
 def test_whoever_leaves_a_group_aborts_all_groups_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -542,6 +542,11 @@ class GroupCopies:
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s makes no copies any more: %s", self.rank, error)
 
+    def abort_collectives(self) -> None:
+        """Aborts groups of NCCL, for which a copy may wait with its device; `end` waits for it."""
+        if self._watch is not None:
+            self._watch.abort_groups()
+
     def end(self) -> None:
         """Ends the threads that copy, without waiting for what they send; links stay.
 

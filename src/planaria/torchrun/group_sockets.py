@@ -89,9 +89,18 @@ class LossWatch:
 
     def _alarm(self) -> None:
         self.is_alarmed = True
-        shut(self._connections)
-        if (groups := nccl_groups()) and not self._is_done.is_set():  # Else they may be new ones.
-            self.has_aborted = True
+        groups = nccl_groups()
+        if not self._is_done.is_set():  # Else they may be new ones.
+            self._abort(groups)
+        shut(self._connections)  # Last: it wakes the loop, which is done with this group then.
+
+    def abort_groups(self) -> None:
+        """Aborts all groups of NCCL, so that nothing waits for the device any more."""
+        self._abort(nccl_groups())
+
+    def _abort(self, groups: Sequence[Any]) -> None:
+        if groups:
+            self.has_aborted = True  # Before what the device computes may be anything.
             abort_at_once(groups)
 
     def _missing_ranks(self) -> set[int]:
