@@ -19,6 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from helpers.forked_ranks import order, tell, told_by_ranks
 from helpers.keepers import keepers
+from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun.gathering import gather_records
@@ -203,6 +204,41 @@ def back_from_two_runs(number: int, directory: str) -> dict[str, str]:
     return {"two runs": f"{first} {weight.flatten().tolist()}"}
 
 
+def lost_shards(number: int, place: Path) -> dict[str, str]:
+    """What restores tell when the machine of rank 1 is another one: after two saves, after one, and
+    after one that was cut off."""
+    told = ""
+    for num_saves, is_cut_off in ((2, False), (2, True), (1, False)):
+        where = place / f"{num_saves} {is_cut_off}"
+        saver = sharded_saver(where / f"{number}")
+        for iteration in range(num_saves):
+            if is_cut_off and iteration == num_saves - 1:
+                with patch.object(Arena, "finish"):  # As if the rank had died before.
+                    saver.save(1 + iteration)
+                    saver.wait_ended()
+            else:
+                saver.save(1 + iteration)
+                saver.wait_ended()
+            dist.barrier()
+        saver._memory._slot.close()
+        saver.close()
+        saver = sharded_saver(where / ("another" if number else "0"))
+        try:
+            told += f"{saver.restore()}. "
+        except CheckpointError as error:
+            told += f"{str(error).rpartition(';')[0]}. "
+        dist.barrier()
+        saver.close()
+    return {"lost shards": told}
+
+
+def sharded_saver(place: Path) -> MemoryCheckpointer:
+    """Of a model of which each rank has a part, without copies on other machines."""
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    return MemoryCheckpointer(model, SGD(model.parameters()), directory=str(place), copies=1)
+
+
 def of_one_name(number: int, directory: str) -> dict[str, str]:
     """What rank 0 warns of, and how many nodes there are, where machines have one name, and paths
     on them are the same."""
@@ -273,6 +309,7 @@ def rank(payload: bytes, answer_fd: int) -> None:
     told |= odd_later(whole, number, Path(directory) / f"odd{number}")
     told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
     told |= back_from_two_runs(number, directory)
+    told |= lost_shards(number, Path(directory) / "lost")
     told |= of_one_name(number, directory)
     dist.destroy_process_group()
     tell(answer_fd, told)
@@ -294,6 +331,9 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(
     assert told["alike"] == told["own"] == ""
     assert "others = 'sampler': rank 1 has another state of it than rank 0" in told["apart"]
     assert told["two runs"] in ("1 [0.0, 0.0]", "1 [1.0, 1.0]")  # Whichever began last.
+    unusable, lack = "no version in memory can be used: iteration", "lacks shards 1 of 2"
+    two = f"{unusable} 2 {lack}; iteration 1 {lack}"
+    assert told["lost shards"] == f"{two}. {unusable} 1 {lack}. 0. "
     assert told["one name"].startswith("2 nodes: ")
     assert told["one name"].count("call(") == 1
     assert told["lost keeper"] == "[True, False, False]"

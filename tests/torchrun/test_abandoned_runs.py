@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from helpers.keepers import keepers
+from planaria.errors import CheckpointError
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 
@@ -25,10 +26,10 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def run(place: Path, *, slot: int, num_slots: int) -> Iterator[MemoryCheckpointer]:
+def run(place: Path, *, slot: int, num_slots: int, width: int = 2) -> Iterator[MemoryCheckpointer]:
     """A run of a model that every rank holds; its memory is there when it is over, for runs that
     have as many slots, or for those of fewer that read what is left."""
-    model = nn.Linear(2, 1, bias=False)
+    model = nn.Linear(width, 1, bias=False)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LOCAL_RANK", str(slot))
         patched.setenv("LOCAL_WORLD_SIZE", str(num_slots))
@@ -107,3 +108,21 @@ def test_a_run_that_goes_on_from_another_one_says_so_and_how_to_begin_from_scrat
     shutil.rmtree(place)
     with run(place, slot=0, num_slots=1) as third:
         assert third.restore() == 0
+
+
+def test_memory_of_another_model_is_not_a_beginning_from_scratch(place: Path) -> None:
+    """The first save would drop what it has; whoever wants that removes it."""
+    with run(place, slot=0, num_slots=1) as first:
+        save(first, 9)
+    with run(place, slot=0, num_slots=1, width=3) as other:
+        before = other._memory.versions()
+        with pytest.raises(
+            CheckpointError, match=r"parameter/weight has shape .* remove "
+        ) as caught:
+            other.restore()
+        assert other._memory.versions() == before
+    assert f"to begin anew, remove {place} on each machine" in str(caught.value)
+    assert "iteration 9" in str(caught.value)
+
+    with run(place, slot=0, num_slots=1) as again:
+        assert restored(again) == (9, [9.0, 9.0])

@@ -10,8 +10,8 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Final
 
@@ -29,7 +29,7 @@ from planaria.placement.placement import Placement
 from planaria.torchrun.arguments import Options, check_room_on_all
 from planaria.torchrun.collectives import BetweenCollectives, between_collectives
 from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_all
-from planaria.torchrun.group_sockets import LossWatch, connections_between_ranks
+from planaria.torchrun.group_sockets import LossWatch, connections_between_ranks, errors_of_torch
 from planaria.torchrun.host_bytes import HostBytes
 from planaria.torchrun.persisting import PersistentTier
 from planaria.torchrun.rank_memory import RankFacts, RankMemory, epoch_after
@@ -40,7 +40,7 @@ from planaria.torchrun.save_checks import (
     parts_of_state,
     readable_on_all,
 )
-from planaria.torchrun.shard_placement import place_nodes, survival, whole_everywhere
+from planaria.torchrun.shard_placement import place_on_all, survival, whole_everywhere
 from planaria.torchrun.shards import TrainingState
 from planaria.transport.links import UNLIMITED_S, Address, Links
 
@@ -91,7 +91,7 @@ class GroupCopies:
         self.links = Links(self.rank, token=random_bytes[:16], host=options.host)
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self.links)))
         try:
-            with _errors_of_torch():
+            with errors_of_torch():
                 self._meet()
         except BaseException:
             self.links.close()
@@ -156,6 +156,7 @@ class GroupCopies:
             node=self._memory.node,
             address=self.links.address,
             labels=self._memory.versions(),
+            once_complete=self._memory.labels_once_complete(),
             begin_us=time.time_ns() // 1000,
             domain=self._options.domain,
             store_port=self._options.store_port,
@@ -165,7 +166,7 @@ class GroupCopies:
 
     def restore(self) -> int:
         """Restores the newest version; see `MemoryCheckpointer.restore`."""
-        with _errors_of_torch(), self._pause_watching():
+        with errors_of_torch(), self._pause_watching():
             return self._restore_newest()
 
     def _restore_newest(self) -> int:
@@ -175,6 +176,7 @@ class GroupCopies:
         check_tensors_on_all(self._state)
         in_memory, (on_disk, problem) = self._restores.complete(), self._labels_on_disk()
         self._go_above(on_disk)
+        reasons = []
         for label in sorted({*in_memory, *on_disk}, key=_begin_of, reverse=True):
             reason = self._restore_version(label, label in in_memory, label in on_disk)
             if not reason:
@@ -182,6 +184,7 @@ class GroupCopies:
                 self._note_persisted(label, on_disk)
                 self._copy_anew(label)
                 return label.age
+            reasons.append(f"iteration {label.age}: {reason}")
             if not self.rank:
                 logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
         if self._saved >= 0:  # The model has been trained, so 0 would be wrong.
@@ -197,8 +200,27 @@ class GroupCopies:
                 f"no save in {self._tier.place} can be used: {why}; mend that, or name another "
                 "persist_directory to begin anew"
             )
+        self._check_begin_anew(reasons)
         self._complete_label = None
         return 0
+
+    def _check_begin_anew(self, reasons: Sequence[str]) -> None:
+        """Refuses to begin anew where memory has state that the first save would drop.
+
+        A version of which it is not known that it was ever complete is none: a job whose first save
+        was cut off begins anew by itself.
+
+        Args:
+            reasons: why complete versions were not restored.
+        """
+        lacking = self._restores.incomplete()
+        if reasons or any(label in lacking for rank in self.ranks for label in rank.once_complete):
+            raise CheckpointError(
+                f"no version in memory can be used: {'; '.join([*reasons, *lacking.values()])}; "
+                f"to begin anew, remove {self._memory.place} on each machine"
+            )
+        for reason in lacking.values() if not self.rank else ():
+            logger.warning("%s, and so is not used; it is not known to have been complete", reason)
 
     def _note_persisted(self, label: Label, on_disk: Sequence[Label]) -> None:
         """Notes what of the state that was restored is behind memory already."""
@@ -297,7 +319,7 @@ class GroupCopies:
                 f"must be above {self._saved}, the iteration that was saved before",
             )
         self._check_not_aborted()
-        with _errors_of_torch():
+        with errors_of_torch():
             with self._pause_watching():
                 begins = self._begin(iteration)
             if self._turns is not None:
@@ -387,7 +409,7 @@ class GroupCopies:
         """Writes the newest version now; see `MemoryCheckpointer.persist`."""
         if self._tier is None:
             raise ConfigError("persist_directory", "", "name a directory or the URL of a store")
-        with _errors_of_torch(), self._pause_watching():
+        with errors_of_torch(), self._pause_watching():
             label, copier = self._complete_label, self._copier
             if copier is not None and copier.has_begun:
                 self.wait_ended()
@@ -493,19 +515,12 @@ class GroupCopies:
 
     def _place_copies(self) -> Placement:
         """The nodes that keep copies of each node's state, in the order of their first ranks."""
-        options = self._options
         if self._state.is_replicated:
             return whole_everywhere(self._nodes)
         domains = [rank.domain for rank in self.ranks]
-        if options.placement != "optimised":
-            return place_nodes(
-                self._nodes, self._num_copies, strategy=options.placement, domains=domains
-            )
-        # A search that takes seconds; its result must be the same on all machines.
-        own = Placement(())
-        if not self.rank:
-            own = place_nodes(self._nodes, self._num_copies, strategy="optimised", domains=domains)
-        return Placement(gather_records(tuple[tuple[int, ...], ...], own.holders)[0])
+        return place_on_all(
+            self._nodes, self._num_copies, strategy=self._options.placement, domains=domains
+        )
 
     @property
     def survival(self) -> tuple[float, ...]:
@@ -562,15 +577,6 @@ class GroupCopies:
             self._copier.close()
             self._copier = None
         del self._state, self._restores, self._host_bytes
-
-
-@contextmanager
-def _errors_of_torch() -> Iterator[None]:
-    """A context in which the loss of a peer is an error of torch, for which scripts look."""
-    try:
-        yield
-    except (AbortedError, PeerLostError) as error:
-        raise dist.DistNetworkError(str(error)) from error
 
 
 def _leave(reference: "weakref.ref[Links]") -> None:

@@ -16,8 +16,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -142,6 +142,15 @@ class LossWatch:
             logger.warning("rank %s hears nothing from rank %s", self._links.rank, before)
             self._send(_SILENCE)
             self._alarm()
+
+
+@contextmanager
+def errors_of_torch() -> Iterator[None]:
+    """A context in which the loss of a peer is an error of torch, for which scripts look."""
+    try:
+        yield
+    except (AbortedError, PeerLostError) as error:
+        raise dist.DistNetworkError(str(error)) from error
 
 
 def nccl_groups() -> list[Any]:

@@ -165,7 +165,7 @@ class MemoryCheckpointer:
         )
         place = Path(directory) if directory else runtime_directory() / name
         self._memory = RankMemory(place, idle_s=idle_s)
-        self._settings, self._place, self._is_closed = group_settings(), place.absolute(), False
+        self._settings, self._is_closed = group_settings(), False
         self._is_new = True  # Nothing was saved or restored here yet.
         self._generation = 0  # The number of groups before this one.
         self._had_version = False  # One of them had a version, as far as this rank knows.
@@ -198,16 +198,16 @@ class MemoryCheckpointer:
 
         Raises:
             CheckpointError: no version could be restored in the middle of a run or after `reform`,
-                or none of those in `persist_directory`, or that cannot be read; the model and all
-                copies are unchanged. After `reform` a restart of the script may find what memory of
-                machines of lost ranks has.
+                or none of those that were complete in memory or in `persist_directory`, or that
+                cannot be read; the model and all copies are unchanged. After `reform` a restart of
+                the script may find what memory of machines of lost ranks has.
             ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
             RuntimeError: a peer was lost meanwhile.
         """
         self._check_used()
         iteration = self._group.restore()
         if iteration and self._is_new and not self._rank:
-            anew = f"remove {self._place} on each machine"
+            anew = f"remove {self._memory.place} on each machine"
             anew += " and name another persist_directory" if self._tier else ""
             what = "restored iteration %s of a run before this one; to begin from scratch, %s"
             logger.warning(what, iteration, anew)

@@ -33,6 +33,7 @@ class RankFacts(msgspec.Struct, frozen=True):
         node: name of its node, equal for all ranks with the same keeper.
         address: host and port at which it accepts links.
         labels: labels of the versions that it keeps, by shard.
+        once_complete: labels of those that were once complete on all ranks, as far as is known.
         begin_us: time at which it began, in microseconds since 1970.
         domain: name of its failure domain; "": none.
         store_port: port of its store, at which ranks meet after a loss; 0: it has none.
@@ -41,6 +42,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     node: str
     address: Address
     labels: dict[int, tuple[Label, ...]]
+    once_complete: tuple[Label, ...]
     begin_us: int
     domain: str
     store_port: int
@@ -54,6 +56,7 @@ class RankMemory:
         idle_s: seconds that the keeper keeps copies when no rank is left.
 
     Attributes:
+        place: directory of the keeper's socket.
         node: name of the node, equal for all ranks with the same keeper.
         arena: copies that this rank keeps.
         older: copies that ranks that are no more have left here, to read; dropped once a version of
@@ -68,6 +71,7 @@ class RankMemory:
         slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
         self._slot: KeeperSlot = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
         self._can_be_kept = True
+        self.place = place.absolute()
         self.node = f"{socket.gethostname()}:{place}#{self._slot.keeper_id}"
         self.arena = Arena(self._slot.fd)
         self.older = [Arena(fd) for fd in self._slot.further_fds]
@@ -80,6 +84,18 @@ class RankMemory:
             for shard, labels in arena.versions().items():
                 versions[shard] = (*versions.get(shard, ()), *labels)
         return versions
+
+    def labels_once_complete(self) -> tuple[Label, ...]:
+        """The labels of versions here that were once complete on all ranks.
+
+        Beside a version that is not, an arena has only the one that was complete when it began.
+        """
+        completed: set[Label] = set()
+        for arena in (self.arena, *self.older):
+            whole = {label for labels in arena.versions().values() for label in labels}
+            begun = sorted(whole | arena.torn, key=lambda label: (label.epoch, label.age))
+            completed |= whole & {*begun[:-1]}
+        return tuple(sorted(completed))
 
     def adopt(self) -> None:
         """Takes over what ranks of this node that have died have left here, to read."""

@@ -79,14 +79,27 @@ class Restores:
         Those of the newest run come first, and within a run the newest: a run that was abandoned
         may have reached a later iteration than the newest run.
         """
+        # Here `since` of a label is the number of shards.
+        return [label for label, kept in self._shards().items() if len(kept) == label.since]
+
+    def incomplete(self) -> dict[Label, str]:
+        """What versions lack of which some shard has no copy, in words, in the same order."""
+        reasons = {}
+        for label, kept in self._shards().items():
+            if missing := sorted({*range(label.since)} - kept):
+                numbers = ", ".join(map(str, missing))
+                reasons[label] = f"iteration {label.age} lacks shards {numbers} of {label.since}"
+        return reasons
+
+    def _shards(self) -> dict[Label, set[int]]:
+        """The shards that have a copy, by version, those of the newest run first."""
         shards: dict[Label, set[int]] = {}
         for versions in self._labels_by_rank.values():
             for shard, labels in versions.items():
                 for label in labels:
                     shards.setdefault(label, set()).add(shard)
-        # Here `since` of a label is the number of shards.
-        complete = [label for label, kept in shards.items() if len(kept) == label.since]
-        return sorted(complete, key=lambda label: (label.epoch, label.age), reverse=True)
+        newest_first = sorted(shards, key=lambda label: (label.epoch, label.age), reverse=True)
+        return {label: shards[label] for label in newest_first}
 
     def restore_version(self, label: Label) -> str:
         """Restores a version on all ranks; returns why that failed, empty if it did not."""

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 import numpy as np
+import torch.distributed as dist
 
 from planaria.errors import ConfigError
 from planaria.placement.placement import Placement, Strategy, paper_placement
 from planaria.placement.spread import Limits, optimised_placement
 from planaria.placement.survival import DOMAIN_FAILURE, NODE_FAILURE, Failures, survival_by_lost
+from planaria.torchrun.gathering import gather_records
 
 _LOST_MAX: Final = 8  # Survival is told for up to so many lost nodes.
 
@@ -34,6 +36,19 @@ def check_strategy(strategy: str, domain: str) -> None:
     if domain and strategy != "optimised":
         remedy = f'placement {strategy!r} takes no notice of domains; use placement="optimised"'
         raise ConfigError("domain", domain, remedy)
+
+
+def place_on_all(
+    nodes: Sequence[str], copies: int, *, strategy: Strategy, domains: Sequence[str]
+) -> Placement:
+    """See `place_nodes`; all ranks must call it."""
+    if strategy != "optimised":
+        return place_nodes(nodes, copies, strategy=strategy, domains=domains)
+    # A search that takes seconds; its result must be the same on all machines.
+    own = Placement(())
+    if not dist.get_rank():
+        own = place_nodes(nodes, copies, strategy=strategy, domains=domains)
+    return Placement(gather_records(tuple[tuple[int, ...], ...], own.holders)[0])
 
 
 def place_nodes(

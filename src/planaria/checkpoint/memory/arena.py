@@ -64,6 +64,10 @@ class Arena:
 
     Args:
         fd: descriptor from `arena_fd`; the file may hold versions of an earlier process.
+
+    Attributes:
+        torn: labels of the versions that an earlier process had begun here and not ended, until the
+            first `keep_only`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -81,6 +85,8 @@ class Arena:
         states = np.frombuffer(self._table, dtype=np.uint64)[:: _ENTRY_BYTES // _STATE.size]
         for index in np.flatnonzero(states == _WHOLE).tolist():
             self._entries[index] = self._read_entry(index)
+        indices = np.flatnonzero(states == _WRITING).tolist()
+        self.torn = frozenset(self._read_entry(index).label for index in indices)
         states[states == _WRITING] = _FREE
         self._punch_gaps()
 
@@ -260,6 +266,7 @@ class Arena:
         Free memory goes back to the kernel, except that of `layers`: their next versions use it.
         """
         with self._changed:
+            self.torn = frozenset()
             for index, entry in list(self._entries.items()):
                 if entry.label not in labels and entry.label not in self._held:
                     self._drop(index)
