@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -27,6 +28,7 @@ from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun import group_copies, survivors
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+from planaria.transport.links import Links
 
 pytestmark = pytest.mark.faults
 
@@ -287,6 +289,31 @@ def test_a_loss_in_the_middle_of_a_reform_is_one_more_loss(server: ForkServer, p
     told = told_by_ranks(server, f"{__name__}:lose_a_member", place, killed=[0, 2], num_ranks=4)
 
     assert told == [None, [2, 1], None, [2, 1]]
+
+
+def lose_one_without_links(payload: bytes, answer_fd: int) -> None:
+    """Rank 0 kills itself when all know its address, and before it makes links."""
+    patch: Any = pytest.MonkeyPatch()
+    patch.setattr(group_copies, "_LINK_TIMEOUT_S", 30.0)
+    if order(payload)["number"] == 0:
+        patch.setattr(Links, "enter", kill_own_process)
+    begin_s, reason = time.monotonic(), ""
+    try:
+        start(payload, 4)
+    except RuntimeError as error:
+        reason = str(error)
+    tell(answer_fd, [bool(reason), time.monotonic() - begin_s < 20.0])
+
+
+def test_a_rank_that_is_lost_before_it_is_linked_is_not_waited_for(
+    server: ForkServer, place: Path
+) -> None:
+    """The lower rank of two connects, so the others would wait for rank 0 for ten minutes."""
+    told = told_by_ranks(
+        server, f"{__name__}:lose_one_without_links", place, killed=[0], num_ranks=4
+    )
+
+    assert told == [None, *[[True, True]] * 3]
 
 
 def lose_none(payload: bytes, answer_fd: int) -> None:

@@ -118,9 +118,11 @@ class GroupCopies:
         self._restores = self._restores_of([rank.labels for rank in self.ranks])
         addresses = {number: rank.address for number, rank in enumerate(self.ranks)}
         others_than_this = addresses.keys() - {self.rank}
-        self.links.begin(
-            _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
-        )
+        self.links.enter(_EPOCH, addresses=addresses, peers=others_than_this)
+        true_on_all(
+            True
+        )  # It fails at once if a rank is gone by now; a missing link is waited for.
+        self.links.wait_linked(timeout_s=_LINK_TIMEOUT_S)
 
     @property
     def stores(self) -> dict[int, Address]:
