@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -121,6 +121,14 @@ def others_apart(held: TrainingState, number: int) -> dict[str, str]:
         "apart": refusal(TrainingState(held.model, held.optimizer, apart)),
         "own": refusal(TrainingState(held.model, held.optimizer, {}, apart)),
     }
+
+
+def of_one_rank() -> TrainingState:
+    """A model of whose weight rank 0 alone has a part."""
+    model = nn.Linear(4, 4)
+    weight = distribute_tensor(torch.ones(4, 4), DeviceMesh("cpu", [0]), [Replicate()])
+    model.weight = nn.Parameter(weight)
+    return TrainingState(model, SGD(model.parameters()), {})
 
 
 def lost_keeper(held: TrainingState, number: int, place: Path) -> dict[str, str]:
@@ -295,7 +303,11 @@ def rank(payload: bytes, answer_fd: int) -> None:
             *(("stateless", stateless), ("stages", stages), ("odd", odd)),
             *(("statistics", own_statistics), ("experts", by_experts), ("moments", own_moments)),
             *(("sharded", sharded()), ("layers", pipelined(f"layer{number}"))),
-            *(("same names", pipelined("0")), ("parallel", parallel())),
+            *(
+                ("same names", pipelined("0")),
+                ("parallel", parallel()),
+                ("one rank", of_one_rank()),
+            ),
         )
     }
     saver = MemoryCheckpointer(zero.model, zero.optimizer, directory=f"{directory}/{number}")
@@ -338,6 +350,8 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(
     assert told["one name"].count("call(") == 1
     assert told["lost keeper"] == "[True, False, False]"
     assert told["zero"] == told["save"]
+    assert "parameter/weight = " in told["one rank"]
+    assert "rank 1 is no part of its mesh" in told["one rank"]
     assert told["late"] == f"True {told['zero']}"
     assert "'ZeroRedundancyOptimizer': the state of the AdamW within it" in told["zero"]
     assert "optimizer = 'AdamW': rank 1 holds other parts of its state" in told["by hand"]

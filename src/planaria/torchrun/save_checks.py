@@ -87,7 +87,7 @@ def check_on_all(state: TrainingState) -> None:
 def check_tensors_on_all(state: TrainingState) -> None:
     """Refuses tensors without a stored value for each element: lazy, sparse and meta tensors.
 
-    Refuses DTensors of which it is not known what part a rank has, too.
+    Refuses DTensors of which a rank has no part, or of which it is not known what part, too.
 
     Raises:
         ConfigError: a tensor of a rank is refused; all ranks raise the same error.
@@ -147,6 +147,12 @@ def _check_tensors(state: TrainingState) -> None:
             raise ConfigError(name, str(tensor.layout), remedy)
         if tensor.is_meta:
             raise ConfigError(name, "meta", "it has no numbers yet; call to_empty, and fill it")
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+            remedy = (
+                f"rank {dist.get_rank()} is no part of its mesh, so the whole could not be "
+                "restored there; distribute it over a mesh of all ranks"
+            )
+            raise ConfigError(name, str(tensor.device_mesh), remedy)
         if not has_position(tensor):
             remedy = (
                 "ranks have other parts of it than torch says; shard it by FSDP2 and tensor "

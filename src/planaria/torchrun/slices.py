@@ -42,8 +42,8 @@ def local_part(tensor: Tensor) -> tuple[Tensor, TensorSlice]:
 
 
 def has_position(tensor: Tensor) -> bool:
-    """Whether it is known which part of a tensor a rank has."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+    """Whether it is known which part of a tensor a rank has, one of the tensor's mesh."""
+    if not isinstance(tensor, DTensor):
         return True
     mesh, cuts = tensor.device_mesh, tensor.placements
     for n, cut in enumerate(cuts):
