@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.torchrun.shards import HEAD, Stateful, TrainingState
 
 
@@ -211,3 +211,57 @@ def test_buffers_are_those_of_a_state_dict() -> None:
     assert buffers == {"second.mean"}
     assert buffers < model.state_dict().keys()
     assert model.positions.tolist() == [0, 1, 2, 3, 4]
+
+
+class Counted(nn.Module):
+    """A layer that counts its calls, which is in its state_dict and in no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls: object = 0
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        if state["calls"] == 13:
+            raise ValueError("an unlucky number")
+        self.calls = state["calls"]
+
+
+def counted(calls: object) -> tuple[nn.Sequential, TrainingState]:
+    model = nn.Sequential(Counted(), nn.Linear(2, 2), Counted())
+    last = model[2]
+    assert isinstance(last, Counted)
+    last.calls = calls
+    return model, TrainingState(model, torch.optim.SGD(model.parameters()), {})
+
+
+def test_extra_states_of_modules_are_saved_and_restored() -> None:
+    """They are in a state_dict of the model, too."""
+    _, source = counted(7)
+    (target_model, target), (_, bare) = counted(0), counted(0)
+    shard, _ = source.shard(0, 1)
+
+    assert target.needed_shards({0: shard}, rather=frozenset()) == {0}
+    target.load_others(shard.beside)
+
+    assert target_model[2].calls == 7
+    assert target_model[0].calls == 0
+    plain = TrainingState(nn.Linear(2, 2), bare.optimizer, {})
+    without, _ = plain.shard(0, 1)
+    with pytest.raises(CheckpointError, match=r"nothing was saved of model\.get_extra_state"):
+        target.needed_shards({0: without}, rather=frozenset())
+    unlucky, _ = counted(13)[1].shard(0, 1)
+    with pytest.raises(CheckpointError, match="does not accept"):
+        target.load_others(unlucky.beside)
+
+
+def test_extra_states_that_could_not_be_read_back_are_refused() -> None:
+    """As other values are."""
+    _, source = counted(Cached())
+
+    with pytest.raises(ConfigError) as caught:
+        source.readable_values()
+    assert caught.value.field == "others.model.get_extra_state.2.calls"

@@ -233,7 +233,7 @@ def _check_others(state: TrainingState) -> None:
             if own.get(name) != by_rank[0].get(name):
                 remedy = (
                     f"rank {rank} has another state of it than rank 0, which a restore would "
-                    "give to all ranks; give it in per_rank"
+                    "give to all ranks; make them equal, or give the object in per_rank"
                 )
                 raise ConfigError("others", name, remedy)
 

@@ -28,6 +28,7 @@ from planaria.torchrun.loop_state import (
 )
 from planaria.torchrun.slices import TensorSlice, assemble_part, is_in, local_part, overlap
 
+_EXTRA: Final = "model.get_extra_state"  # Name of the model's extra states among other objects'.
 HEAD: Final = "shard"  # The name of the bytes that encode the `Shard`, which describes the others.
 
 
@@ -186,8 +187,13 @@ class TrainingState:
         return NonTensorState(
             {name: value for name, value in values if not isinstance(value, Tensor)},
             [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups],
-            {name: other.state_dict() for name, other in self.others.items()},
+            {name: other.state_dict() for name, other in self._other_objects().items()},
         )
+
+    def _other_objects(self) -> dict[str, Stateful]:
+        """`others`, and the extra states of the model's modules if there are any."""
+        extra = _ExtraStates(self.model)
+        return {**self.others, _EXTRA: extra} if extra.modules else dict(self.others)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all tensors that are saved, with their names."""
@@ -266,7 +272,7 @@ class TrainingState:
 
     def _check(self, non_tensors: NonTensorState) -> None:
         """Raises a CheckpointError if the saved state does not fit this model and optimizer."""
-        if missing := self.others.keys() - non_tensors.others.keys():
+        if missing := self._other_objects().keys() - non_tensors.others.keys():
             raise CheckpointError(f"nothing was saved of {', '.join(sorted(missing))}")
         here = [len(group["params"]) for group in self.optimizer.param_groups]
         there = [group["params"] for group in non_tensors.groups]
@@ -290,7 +296,7 @@ class TrainingState:
         Raises:
             CheckpointError: an object refused its state, and may have loaded half of it.
         """
-        _load_objects("others", self.others, decoded_state(raw).others)
+        _load_objects("others", self._other_objects(), decoded_state(raw).others)
 
     def load_per_rank(self, raw: bytes) -> None:
         """Loads the states of the objects of which every rank has its own.
@@ -386,6 +392,28 @@ class TrainingState:
                 place = msgspec.structs.replace(of_parameter, dtype=saved_slice.dtype)
             places[name] = place
         return places
+
+
+class _ExtraStates:
+    """The state of a model's modules that is in a state_dict and in no tensor of theirs.
+
+    Attributes:
+        modules: modules that have such a state, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: module.get_extra_state() for name, module in self.modules.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        for name, module in self.modules.items():
+            module.set_extra_state(state_dict[name])
 
 
 def _load_objects(
