@@ -1,11 +1,15 @@
 """State of a loop of one's own, cut and put together in other ways."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
 from planaria.errors import CheckpointError, ConfigError
@@ -265,3 +269,71 @@ def test_extra_states_that_could_not_be_read_back_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         source.readable_values()
     assert caught.value.field == "others.model.get_extra_state.2.calls"
+
+
+def test_a_restore_takes_no_memory_for_a_second_state_of_the_optimizer() -> None:
+    """A device may have none, and the model would be restored in part; compiled steps know no other
+    tensors, either."""
+    source, target = held(1), held(2)
+    shard, state = source.shard(0, 1)
+    before = {
+        (parameter, key): value
+        for parameter, values in target.optimizer.state.items()
+        for key, value in values.items()
+    }
+    odd = target.optimizer.state[next(target.model.parameters())]
+    odd["exp_avg"] = odd["exp_avg"].double()
+
+    target.load(target.assemble({0: shard}, {0: state}), shard)
+
+    for (parameter, key), value in before.items():
+        now = target.optimizer.state[parameter][key]
+        is_odd = parameter is next(target.model.parameters()) and key == "exp_avg"
+        assert (now is value) is not is_odd
+        assert now.dtype == value.dtype
+    again, found = target.shard(0, 1)
+    assert again.beside == shard.beside
+    assert all(np.array_equal(found[name], state[name]) for name in state.keys() - {HEAD})
+    assert target.optimizer.state.keys() == set(target.model.parameters())
+
+
+def test_state_that_two_parameters_share_is_not_shared_after_a_restore() -> None:
+    """Each had a tensor of its own when it was saved."""
+    source, target = held(1), held(2)
+    first, second, *_ = target.model.parameters()
+    target.optimizer.state[second]["step"] = target.optimizer.state[first]["step"]
+    _, other, *_ = source.model.parameters()
+    source.optimizer.state[other]["step"] = torch.tensor(5.0)
+    shard, state = source.shard(0, 1)
+
+    target.load(target.assemble({0: shard}, {0: state}), shard)
+
+    steps = [float(target.optimizer.state[parameter]["step"]) for parameter in (first, second)]
+    assert steps == [1.0, 5.0]
+
+
+def test_a_sharded_state_of_the_optimizer_is_filled_in_place(tmp_path: Path) -> None:
+    """With the values of the version, and cut as it was."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 4)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        held_state = TrainingState(model, optimizer, {})
+        shard, views = held_state.shard(0, 1)
+        state = {name: array.copy() for name, array in views.items()}
+        before = [dict(values) for values in optimizer.state.values()]
+        optimizer.step()
+
+        held_state.load(held_state.assemble({0: shard}, {0: state}), shard)
+
+        after = [dict(values) for values in optimizer.state.values()]
+        for old, new in zip(before, after, strict=True):
+            assert all(new[key] is old[key] for key in old)
+            assert isinstance(new["exp_avg"], DTensor)
+        found = held_state.shard(0, 1)[1]
+        assert all(np.array_equal(found[name], state[name]) for name in state.keys() - {HEAD})
+    finally:
+        dist.destroy_process_group()

@@ -340,13 +340,17 @@ class TrainingState:
         }
         state: dict[nn.Parameter, dict[str, Any]] = {}
         parameters = self._parameters()
+        # Each is filled once, also if two parameters share it.
+        spare = {id(value): value for _, value in self._optimizer_values(parameters)}
         for name, local in filled.items():
             parameter, key = parameters[_owner(name)], _key(name)
-            value = (
-                _step(parameter, local, groups.get(parameter, {}))
+            mold = (
+                _step_mold(parameter, local, groups.get(parameter, {}))
                 if key == "step"
-                else _like(parameter, local, slices.get(name))
+                else _mold(parameter, local, slices.get(name))
             )
+            own = spare.pop(id(self.optimizer.state.get(parameter, {}).get(key)), None)
+            value = mold.fill(own, local)
             state.setdefault(parameter, {})[key] = value
         for name, number in non_tensors.numbers.items():
             state.setdefault(parameters[_owner(name)], {})[_key(name)] = number
@@ -450,33 +454,68 @@ def _bytes(local: Tensor) -> np.ndarray:
     return array
 
 
-def _step(parameter: nn.Parameter, local: Tensor, group: Mapping[str, Any]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Mold:
+    """How a tensor of the optimizer's state is to be.
+
+    Attributes:
+        like: parameter like which it is sharded; None: it is a plain tensor.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    like: DTensor | None = None
+
+    def fill(self, own: object, local: Tensor) -> Tensor:
+        """Such a tensor with the values of `local`: `own` if that is one, and else a new one.
+
+        A device may lack memory for a second state beside the one that the optimizer has.
+        """
+        if isinstance(own, Tensor) and self._fits(own, local):
+            _local(own).copy_(local)
+            return own
+        moved = local.to(self.device, self.dtype)
+        if self.like is None:
+            return moved
+        return DTensor.from_local(
+            moved,
+            self.like.device_mesh,
+            self.like.placements,
+            run_check=False,
+            shape=self.like.shape,
+            stride=self.like.stride(),
+        )
+
+    def _fits(self, own: Tensor, local: Tensor) -> bool:
+        if isinstance(own, DTensor) is (self.like is None):
+            return False
+        if isinstance(own, DTensor) and self.like is not None:
+            places = (own.device_mesh, own.placements, own.shape)
+            if places != (self.like.device_mesh, self.like.placements, self.like.shape):
+                return False
+        part = _local(own)
+        kinds = (type(part), part.shape, part.dtype, part.device)
+        return kinds == (Tensor, local.shape, self.dtype, self.device)
+
+
+def _step_mold(parameter: nn.Parameter, local: Tensor, group: Mapping[str, Any]) -> _Mold:
     """A parameter's count of steps, on the device where torch's load_state_dict would put it.
 
     That is the host, or the parameter's device if the optimizer's kernels read the count there.
     """
-    is_with_parameter = group.get("fused") or group.get("capturable")
-    return local.to(parameter.device, torch.float32) if is_with_parameter else local
+    if group.get("fused") or group.get("capturable"):
+        return _Mold(parameter.device, torch.float32)
+    return _Mold(local.device, local.dtype)
 
 
-def _like(parameter: nn.Parameter, local: Tensor, saved: TensorSlice | None) -> Tensor:
+def _mold(parameter: nn.Parameter, local: Tensor, saved: TensorSlice | None) -> _Mold:
     """A tensor of the optimizer on its parameter's device, in the dtype in which it was saved.
 
     If its whole has the shape of the parameter, it is sharded like the parameter.
     """
-    local = local.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return local
-    if saved is None or saved.whole != tuple(parameter.shape):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    is_cut = saved is not None and saved.whole == tuple(parameter.shape)
+    like = parameter if isinstance(parameter, DTensor) and is_cut else None
+    return _Mold(parameter.device, local.dtype, like)
 
 
 def _group_value(own: Any, saved: Any) -> Any:
