@@ -1,12 +1,14 @@
 """The arguments of a MemoryCheckpointer: their bounds, defaults, and the memory that they take."""
 
 import contextlib
+import ipaddress
 import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch.distributed as dist
 
@@ -15,6 +17,12 @@ from planaria.core.copies import BUFFER_BYTES_MIN, LayerCopy
 from planaria.errors import ConfigError
 from planaria.placement.placement import Strategy
 from planaria.torchrun.gathering import gather_records
+from planaria.transport.sockets import bare_host, is_literal
+
+_LOOPBACK: Final = "127.0.0.1"
+_PORT: Final = 9  # Any will do: nothing is sent.
+# Addresses for documentation (RFC 5737, RFC 3849), which are reached by the default route.
+_ANYWHERE: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +76,62 @@ def check_least(
 
 
 def own_host() -> str:
-    """The address by which other nodes reach this one."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    """The address by which other nodes reach this one.
+
+    That is its address on the way to the master. If the master's name means the loopback here, as a
+    machine's own name does on Debian, it is the address on the way to anywhere.
+
+    Raises:
+        ConfigError: ranks are on several machines, and no address but the loopback is known.
+    """
+    master = bare_host(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    sources = _sources_towards(master)
+    if host := _first_beyond_loopback(sources):
+        return host
+    host = sources[0] if sources else _LOOPBACK
+    is_named_so = master == "localhost" or (is_literal(master) and _is_loopback(master))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if is_named_so or int(os.environ.get("WORLD_SIZE", "1")) <= num_local:
+        return host
+    sources = [_source_address(family, address) for family, address in _ANYWHERE]
+    if anywhere := _first_beyond_loopback(sources):
+        return anywhere
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        remedy = (
+            "it means this machine's loopback here, and ranks are on other machines, too; name an "
+            "address of its machine that others reach"
+        )
+        raise ConfigError("MASTER_ADDR", master, remedy)
+    return host
+
+
+def _sources_towards(name: str) -> list[str]:
+    """This machine's addresses on the ways to those of a name."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((master, 9))
-            host: str = sock.getsockname()[0]
-            return host
+        infos = socket.getaddrinfo(name, _PORT, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):  # The latter if it cannot be a name.
+        return []
+    sources = (_source_address(family, str(endpoint[0])) for family, *_, endpoint in infos)
+    return [source for source in sources if source]
+
+
+def _source_address(family: int, address: str) -> str:
+    """This machine's address on the way to an address, to which nothing is sent; "": no way."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((address, _PORT))
+            source: str = sock.getsockname()[0]
+            return source
     except OSError:
-        return "127.0.0.1"
+        return ""
+
+
+def _first_beyond_loopback(addresses: Sequence[str]) -> str:
+    return next((each for each in addresses if each and not _is_loopback(each)), "")
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def runtime_directory() -> Path:
