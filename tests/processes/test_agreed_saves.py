@@ -113,6 +113,25 @@ class Sampled:
         raise AssertionError(state_dict)
 
 
+class Scaled(nn.Linear):
+    """A layer that keeps a scale which is in no tensor, as layers of 8 bits do."""
+
+    scale: object = 0
+
+    def get_extra_state(self) -> object:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        self.scale = state["scale"]
+
+
+def scaled(number: int) -> TrainingState:
+    torch.manual_seed(1)
+    model = Scaled(2, 2)
+    model.scale = number
+    return TrainingState(model, SGD(model.parameters()), {})
+
+
 def others_apart(held: TrainingState, number: int) -> dict[str, str]:
     """What is refused of other objects that are the same on all ranks, and of such that are not."""
     alike, apart = {"sampler": Sampled(5)}, {"fine": Sampled(5), "sampler": Sampled(number)}
@@ -120,6 +139,7 @@ def others_apart(held: TrainingState, number: int) -> dict[str, str]:
         "alike": refusal(TrainingState(held.model, held.optimizer, alike)),
         "apart": refusal(TrainingState(held.model, held.optimizer, apart)),
         "own": refusal(TrainingState(held.model, held.optimizer, {}, apart)),
+        "scaled": refusal(scaled(number)),
     }
 
 
@@ -340,7 +360,7 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(
     assert told["whole"] == told["stateless"] == told["statistics"] == told["parallel"] == ""
     later = ("others.sampler.is", "per_rank.sampler.is")
     assert told["odd later"] == "".join(f"True {field} [1] True " for field in later)
-    assert told["alike"] == told["own"] == ""
+    assert told["alike"] == told["own"] == told["scaled"] == ""
     assert "others = 'sampler': rank 1 has another state of it than rank 0" in told["apart"]
     assert told["two runs"] in ("1 [0.0, 0.0]", "1 [1.0, 1.0]")  # Whichever began last.
     unusable, lack = "no version in memory can be used: iteration", "lacks shards 1 of 2"

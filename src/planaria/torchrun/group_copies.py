@@ -121,7 +121,7 @@ class GroupCopies:
         self.links.enter(_EPOCH, addresses=addresses, peers=others_than_this)
         true_on_all(
             True
-        )  # It fails at once if a rank is gone by now; a missing link is waited for.
+        )  # If a rank is gone by now, it fails at once; a missing link is waited for.
         self.links.wait_linked(timeout_s=_LINK_TIMEOUT_S)
 
     @property

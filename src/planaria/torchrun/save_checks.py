@@ -11,6 +11,7 @@ those of BatchNorm differ between the ranks of DDP. Of the states of other objec
 compared among all ranks.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Final
@@ -27,8 +28,10 @@ from torch.optim import Optimizer
 from planaria.errors import ConfigError
 from planaria.torchrun.gathering import gather_records, true_on_all
 from planaria.torchrun.loop_state import state_digests
-from planaria.torchrun.shards import TrainingState
+from planaria.torchrun.shards import EXTRA_STATES, TrainingState
 from planaria.torchrun.slices import has_position
+
+logger = logging.getLogger(__name__)
 
 _SHARD: Final = "shard it with its model, by FSDP2"
 _HOLD: Final = "make it a parameter of the model, or give a module that holds both as the model"
@@ -226,11 +229,21 @@ def _check_values(state: TrainingState) -> None:
 
 
 def _check_others(state: TrainingState) -> None:
-    """Refuses other objects whose states differ: one's would be restored on all ranks."""
+    """Refuses other objects whose states differ: one's would be restored on all ranks.
+
+    Nobody can leave extra states of modules out, and torch restores those of one rank, too; the
+    user is warned.
+    """
     by_rank = gather_records(dict[str, str], state_digests(state.non_tensor_state().others))
     for rank, own in enumerate(by_rank):
         for name in sorted(own.keys() | by_rank[0].keys()):
-            if own.get(name) != by_rank[0].get(name):
+            if own.get(name) == by_rank[0].get(name):
+                continue
+            if name == EXTRA_STATES:
+                if not dist.get_rank():
+                    text = "%s differs on rank %s; a restore gives all ranks that of rank 0"
+                    logger.warning(text, name, rank)
+            else:
                 remedy = (
                     f"rank {rank} has another state of it than rank 0, which a restore would "
                     "give to all ranks; make them equal, or give the object in per_rank"

@@ -28,7 +28,9 @@ from planaria.torchrun.loop_state import (
 )
 from planaria.torchrun.slices import TensorSlice, assemble_part, is_in, local_part, overlap
 
-_EXTRA: Final = "model.get_extra_state"  # Name of the model's extra states among other objects'.
+EXTRA_STATES: Final = (
+    "model.get_extra_state"  # Name of the model's extra states among other objects'.
+)
 HEAD: Final = "shard"  # The name of the bytes that encode the `Shard`, which describes the others.
 
 
@@ -193,7 +195,7 @@ class TrainingState:
     def _other_objects(self) -> dict[str, Stateful]:
         """`others`, and the extra states of the model's modules if there are any."""
         extra = _ExtraStates(self.model)
-        return {**self.others, _EXTRA: extra} if extra.modules else dict(self.others)
+        return {**self.others, EXTRA_STATES: extra} if extra.modules else dict(self.others)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all tensors that are saved, with their names."""
