@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.errors import CheckpointError, ConfigError
+from planaria.torchrun import loop_state
 from planaria.torchrun.loop_state import (
     NonTensorState,
     decoded_state,
@@ -88,6 +89,28 @@ def test_what_would_not_come_back_is_named(odd: object) -> None:
     with pytest.raises(ConfigError) as caught:
         readable_state(NonTensorState({}, ({"lr": 0.1}, {"lr": odd}), {}))
     assert caught.value.field == "optimizer.lr"
+
+
+def test_a_large_state_is_not_read_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the model among others has gigabytes, and each save tries what it saves. What is
+    beside its tensors is tried."""
+    sizes: list[int] = []
+    really = loop_state._value_of
+
+    def value_of(raw: bytes) -> Any:
+        sizes.append(len(raw))
+        return really(raw)
+
+    monkeypatch.setattr(loop_state, "_value_of", value_of)
+    model = torch.nn.Linear(1000, 1000)
+    beside = NonTensorState({}, (), {"average": model.state_dict(), "more": [torch.ones(9999)]})
+    raw = readable_state(beside)
+
+    assert sizes[0] < 10_000 < 4_000_000 < len(raw)
+    assert model.weight.shape == decoded_state(raw).others["average"]["weight"].shape
+    odd = {"average": {**model.state_dict(), "odd": Odd()}}
+    with pytest.raises(ConfigError, match=r"others\.average\.odd"):
+        readable_state(NonTensorState({}, (), odd))
 
 
 def test_an_optimizer_s_state_of_many_parts_is_refused() -> None:
