@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from hashlib import sha256
 from io import BytesIO
 from typing import Any, Final
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -167,7 +167,7 @@ def state_digests(states: Mapping[str, Any]) -> dict[str, str]:
     own only the name counts.
     """
     return {
-        name: sha256("\n".join(sorted(_texts(name, state))).encode()).hexdigest()
+        name: xxhash.xxh3_128_hexdigest("\n".join(sorted(_texts(name, state))).encode())
         for name, state in states.items()
     }
 
@@ -177,10 +177,10 @@ def _texts(name: str, state: Any) -> Iterator[str]:
         if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             content = (
-                f"{value.dtype} {tuple(value.shape)} {sha256(flat.numpy().tobytes()).hexdigest()}"
+                f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(flat.numpy().data)}"
             )
         elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-            content = f"{value.dtype} {value.shape} {sha256(value.tobytes()).hexdigest()}"
+            content = f"{value.dtype} {value.shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
         elif isinstance(value, set | frozenset):
             content = str(sorted(map(repr, value)))
         else:
