@@ -125,6 +125,7 @@ class Checkers:
         self._ranks: tuple[int, ...] = ()
         self._plans: tuple[Plan, ...] = ()  # The newest two without silent members.
         self._evicted_s: dict[int, float] = {}
+        self._left_out: dict[int, frozenset[int]] = {}  # By epochs of changes without a plan yet.
         self._gone: set[int] = set()
         self._failures: dict[str, int] = {}
         self._planned: set[int] = set()
@@ -247,17 +248,22 @@ class Checkers:
             order = decode_record(value, Decision).order
             if isinstance(order, StartEpoch):
                 self._check_plan(order.plan)
+                # Nodes that leave with a change are told once its plan is on record.
+                leaving = self._left_out.pop(order.epoch, frozenset()) & self._evicted_s.keys()
+                self._evicted_s |= dict.fromkeys(leaving, self._cluster.loop.now_s)
 
     def _check_members(self, members: Members) -> None:
         if members.epoch != self._epoch + 1 or members.term != self._term:
             self._fail(f"{members} follows epoch {self._epoch} in term {self._term}")
         if self._gone.intersection(members.nodes):
             self._fail(f"{members} has a node that was no member any more")
+        left_out = frozenset(self._members).difference(members.nodes)
         if members.is_planned:
             self._planned.add(members.epoch)
+            self._left_out[members.epoch] = left_out
         else:  # In a planned change a node may stay after all, if the change is given up.
-            self._gone |= set(self._members) - set(members.nodes)
-        for node in set(self._members) - set(members.nodes):
+            self._gone |= left_out
+        for node in left_out:
             self._check_cause(node)
             self._evicted_s[node] = self._cluster.loop.now_s
         for node in members.nodes:  # It may include one of a planned change that was given up.
