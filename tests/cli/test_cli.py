@@ -185,6 +185,26 @@ def test_a_file_that_the_system_refuses_is_a_mistake_of_the_user(words: tuple[st
     assert "x" * 300 in shown.output
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "job.toml", "--report", "job.toml"),
+        ("train", "job.toml", "--report", "./x.json", "--timeline", "x.json"),
+        ("profile", "job.toml", "-o", "job.toml"),
+        ("chaos", "job.toml", "--minutes", "1", "--report", "job.toml"),
+        ("simulate", "job.toml", "--json", "job.toml"),
+        ("simulate", "--replay", "job.toml", "--json", "link"),
+    ],
+)
+def test_no_output_is_written_over_what_a_command_reads(words: tuple[str, ...]) -> None:
+    """A scenario, or the report of a run of days, was gone without a word."""
+    Path("job.toml").write_text("here")
+    Path("link").symlink_to("job.toml")
+
+    assert_mistake(command(*words), "the command reads or writes that file, too")
+    assert Path("job.toml").read_text() == "here"
+
+
 UNGUARDED = f"""
 planaria.Job.from_file({str(PACED)!r}).train()
 """

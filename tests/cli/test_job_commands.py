@@ -56,6 +56,12 @@ def asked_here(reply: RequestReply, *arguments: str) -> Result:
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "0", "1e10"])
+def test_a_drain_waits_for_a_number_of_seconds(seconds: str) -> None:
+    """Others ended in a traceback, or said that the job had ended."""
+    assert_mistake(command("drain", "3", f"--timeout={seconds}"), "--timeout", "above 0")
+
+
 def asked_over_network(reply: RequestReply, *arguments: str) -> tuple[Result, list[Request]]:
     """A command that asks a head, and what it asks; HEAD stands for the head's address."""
     requests: list[Request] = []

@@ -1,5 +1,6 @@
 """The command `planaria chaos`: tries to break a job, and reports the result."""
 
+import os
 import shlex
 import sys
 from functools import partial
@@ -42,7 +43,14 @@ def chaos(
     """
     if not 0 < minutes <= _MINUTES_MAX:
         raise ConfigError("--minutes", minutes, f"must be above 0 and at most {_MINUTES_MAX:.0f}")
-    check_writable("--report", report)
+    check_writable("--report", report, job)
+    directory = Path() if report is None else report.parent
+    if not os.access(directory, os.W_OK):
+        remedy = (
+            "runs that do not end as they must are written to the current directory, which is not "
+            "writable; name a report in a directory that is"
+        )
+        raise ConfigError("--report", "", remedy)
     overrides = list(settings or ())
     console = _Console()
     outcomes: list[RunOutcome] = []
@@ -52,13 +60,12 @@ def chaos(
             outcomes.append(msgspec.structs.replace(outcome, report=None, log=()))
             console.print(run_text(outcome))
             if outcome.violations:
-                directory = Path() if report is None else report.parent
-                path = directory / f"chaos-{seed}-{outcome.number}.json"
-                write("--report", path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
-                console.print(f"  seed {seed}; all that is known of this run is in {path}")
                 for violation in outcome.violations:
                     console.print(f"  {violation}")
                 console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")
+                path = directory / f"chaos-{seed}-{outcome.number}.json"
+                write("--report", path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
+                console.print(f"  seed {seed}; all that is known of this run is in {path}")
     finally:
         console.close(*((score_table(outcomes), f"seed {seed}") if outcomes else ()))
         if outcomes and report is not None:

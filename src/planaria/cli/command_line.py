@@ -87,18 +87,31 @@ def _failure(error: TrainingError) -> str:
     return f"the job's own code raised an error {where}"
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Refuses an output file that cannot be written, before hours of work for it."""
+def check_writable(option: str, path: Path | None, *others: Path | None) -> None:
+    """Refuses an output file that cannot be written, before hours of work for it.
+
+    Args:
+        others: files that the command reads, or writes, too; the file must be none of them.
+    """
     if path is None:
         return
     folder = absolute_path(path).parent
     with name_refusals(option, str(path)):
+        if any(other is not None and _is_same_file(path, other) for other in others):
+            remedy = "the command reads or writes that file, too; name another one"
+            raise ConfigError(option, str(path), remedy)
         if path.is_dir() or not folder.is_dir():
             raise ConfigError(option, str(path), "name a file in a writable directory")
         if path.exists() and not os.access(path, os.W_OK):
             raise ConfigError(option, str(path), "this file is not writable; name another one")
         if not path.exists() and not os.access(folder, os.W_OK):
             raise ConfigError(option, str(path), "name a file in a writable directory")
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    if path.exists() and other.exists():
+        return path.is_file() and path.samefile(other)  # /dev/null takes anything.
+    return absolute_path(path) == absolute_path(other)
 
 
 def write(option: str, path: Path, data: bytes) -> None:

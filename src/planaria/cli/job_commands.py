@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import typer
@@ -16,6 +16,8 @@ from planaria.nodes.head.requests import Drain, TellStatus
 from planaria.observe.status import JobStatus, NodeStatus
 from planaria.show.story import event_lines
 from planaria.show.words import ranges_text
+
+_TIMEOUT_S_MAX: Final = 1e6
 
 
 @exit_codes()
@@ -33,6 +35,9 @@ def drain(
 
     No iteration is done again. If a standby node waits, it takes the place of the node.
     """
+    if not 0.0 < timeout_s <= _TIMEOUT_S_MAX:
+        remedy = f"must be above 0 and at most {_TIMEOUT_S_MAX:.0f}"
+        raise ConfigError("--timeout", timeout_s, remedy)
     answer = ask_job(Drain(node), head=head, token_file=token_file, job=job, timeout_s=timeout_s)
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)

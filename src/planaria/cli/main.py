@@ -145,7 +145,7 @@ def profile(
     settings: Settings = None,
 ) -> None:
     """Measures a job's layers and links on this machine."""
-    check_writable("--output", output)
+    check_writable("--output", output, job)
     # The profile then serves jobs with every kind of activation checkpointing.
     every_kind = ["training.activation_checkpointing=auto"]
     measured = named_job(job, [*(settings or ()), *every_kind]).profile()

@@ -143,16 +143,17 @@ def train(
     overrides = [*(settings or ()), *_node_overrides(nodes, has_max=bool(listen))]
     if devices_per_node is not None:
         overrides.append(f"cluster.devices_per_node={devices_per_node}")
-    for name, path in (("--report", report), ("--timeline", timeline)):
-        check_writable(name, path)
+    check_writable("--report", report, job, timeline)
+    check_writable("--timeline", timeline, job)
     picture = _picture_format(timeline)
     injections = tuple(parse_injection(spec) for spec in inject or ())
     # A script that defines the job runs in this process, so its prints need these streams too.
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     loaded_job = named_job(job, overrides)
     cluster = loaded_job.config.cluster
+    begins = resume_if_saved and not resume
     listening = _listening(
-        listen, cluster, wait_nodes, token_file, operator, reattach=reattach, begins=resume_if_saved
+        listen, cluster, wait_nodes, token_file, operator, reattach=reattach, begins=begins
     )
     listening = _with_faults(listening, cluster, injections)
     display = ConsoleDisplay(Console(file=sys.stdout))

@@ -183,7 +183,7 @@ def simulate(
 
     The coordinator and the policies are the real ones; nodes, links and failures are modelled.
     """
-    check_writable("--json", json_file)
+    check_writable("--json", json_file, scenario, replay, calibrate, plot)
     asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
     options = AdviceOptions(*asked, policies)
     if replay is not None:
@@ -229,7 +229,7 @@ def _simulate_scenario(
     settings: Sequence[str],
 ) -> None:
     """Simulates the systems in the scenario of a file."""
-    check_writable("--plot", plot)
+    check_writable("--plot", plot, scenario)
     picture = None if plot is None else picture_format("--plot", plot.name)
     if plot is not None and sweep:
         raise ConfigError("--plot", str(plot), "a sweep has no picture; leave --sweep out")
