@@ -118,6 +118,19 @@ def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:
     assert told("verify", str(directory), "--version", "30-1").strip() == "30-1: undamaged"
 
 
+def test_saves_that_are_kept_under_a_name_are_verified_too(directory: Path) -> None:
+    """They are what is archived, and a damaged one was not looked at: all was undamaged."""
+    told("save", "--name", "tonight", str(directory))
+    path = directory / "tonight" / "30-1" / "layer-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+    output = told("verify", str(directory), code=1).replace("\n", "")
+    assert f"tonight: {path} does not hold what was written" in output
+    assert "tonight" in told("verify", str(directory), "--version", "tonight", code=1)
+
+
 def test_a_version_that_is_asked_for_and_not_complete_is_damaged(directory: Path) -> None:
     """Nobody could go on from it."""
     output = told("verify", str(directory), "--version", "5-0", code=1)

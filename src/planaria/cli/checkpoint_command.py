@@ -128,18 +128,22 @@ def verify(
 ) -> None:
     """Reads every byte of the complete versions and compares hashes with those of the save.
 
-    For an incomplete version it says why. The exit code is 1 if a version that was once complete is
-    damaged, or if no version is complete.
+    Those that `save` has kept under a name are read, too. For an incomplete version it says why.
+    The exit code is 1 if a version that was once complete is damaged, or if no version is complete.
     """
-    chosen = [saved for saved in _versions(directory) if version in ("", saved.name)]
+    tier, named = tier_of(str(directory)), {saved.name: saved for saved in _versions(directory)}
+    tiers = dict.fromkeys(named, tier)
+    for name in kept_saves(directory):
+        tiers[name] = tier_of(f"{directory.rstrip('/')}/{name}")
+        named[name] = tiers[name].versions()[0]
+    chosen = {name: saved for name, saved in named.items() if version in ("", name)}
     if not chosen:
         raise ConfigError(
             "--version",
             version,
             f"there is no such version in {directory}; planaria checkpoint ls lists them",
         )
-    tier = tier_of(str(directory))
-    damage = {saved.name: _damage(tier, saved) for saved in chosen}
+    damage = {name: _damage(tiers[name], saved) for name, saved in chosen.items()}
     if as_json:
         sys.stdout.write(json.dumps(damage, indent=2) + "\n")
     else:
@@ -147,10 +151,12 @@ def verify(
         for name, reasons in damage.items():
             for line in reasons or ["undamaged"]:
                 console.print(f"{name}: {line}", markup=False)
-    if not version and not any(saved.manifest for saved in chosen):
+    if not version and not any(saved.manifest for saved in chosen.values()):
         raise CheckpointError(f"{directory} holds no complete version")
     judged = [
-        saved.name for saved in chosen if version or saved.reason not in (UNPUBLISHED, SET_ASIDE)
+        name
+        for name, saved in chosen.items()
+        if version or saved.reason not in (UNPUBLISHED, SET_ASIDE)
     ]
     if num_damaged := sum(bool(damage[name]) for name in judged):
         text = f"a job cannot go on from {num_damaged} of {count_text(len(judged), 'version')}"
