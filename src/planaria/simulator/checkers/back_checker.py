@@ -18,12 +18,17 @@ def newest_save(cluster: SimulatedCluster) -> int:
     )
 
 
-def newest_known_save(cluster: SimulatedCluster) -> int:
-    """The number of iterations in the newest usable save known to the coordinator; 0: no save."""
+def newest_known_save(cluster: SimulatedCluster, *, source: str = "") -> int:
+    """The number of iterations in the newest usable save known to the coordinator; 0: no save.
+
+    Args:
+        source: source on record of the members' training, which a new coordinator knows that cannot
+            look for saves.
+    """
     leader = cluster.leader
     if not leader.may_miss_saves:
         return newest_save(cluster)
-    known_sources = leader.known_since_s.keys() - cluster.set_aside - leader.spoilt
+    known_sources = {*leader.known_since_s, source} - cluster.set_aside - leader.spoilt
     return max(
         (save.iteration for save in cluster.published if save.source in known_sources), default=0
     )

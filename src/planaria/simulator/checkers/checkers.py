@@ -300,7 +300,7 @@ class Checkers:
     def _check_origin(self, origin: Origin) -> None:
         """Checks that all go back to the newest state that has all layers (under morph, to the
         newest save unless the origin has copies); later iterations do not count any more."""
-        saved = newest_known_save(self._cluster)
+        saved = newest_known_save(self._cluster, source=self._origin.source)
         copied = newest_copy(self._cluster, self._members, self._origin)
         self._cluster.log_event("goes back", origin.iteration)
         is_saved = self._policy.goes_back and not origin.copied
