@@ -101,6 +101,19 @@ def test_sums_are_those_of_float64_and_leave_no_gradient_behind() -> None:
     assert not held.sums.any()
 
 
+def test_what_a_backward_has_left_that_ran_out_of_memory_is_dropped() -> None:
+    """The gradient of the iteration that is done again was added to it."""
+    held = _held()
+    for parameter in held.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    held.clear()
+    _microbatch(held, 0)
+
+    expected = torch.cat([one.flatten() for one in _gradients(held, 0)])
+    assert torch.equal(held.sums, expected.double())
+
+
 def test_a_step_is_taken_once_for_each_age() -> None:
     """Told twice to apply an iteration, a rank applies it once."""
     held = _held()

@@ -1,11 +1,13 @@
 """Layers of the user's own are the user's own model, each built alone."""
 
+import random
 import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,6 +67,35 @@ def _number_inside() -> list[Any]:
 
 def _failing() -> list[nn.Module]:
     raise RuntimeError("the user's own words")
+
+
+def _tied_factories() -> list[Any]:
+    first = nn.Linear(4, 4)
+
+    def last() -> nn.Module:
+        module = nn.Linear(4, 4, bias=False)
+        module.weight = first.weight
+        return module
+
+    return [lambda: first, nn.Tanh(), last]
+
+
+class _Features(nn.Module):
+    """A buffer that numpy draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        features = torch.from_numpy(np.random.randn(4, 4)) + random.random()
+        self.register_buffer("features", features)
+
+
+def _drawn() -> list[nn.Module]:
+    return [_Features(), _Features()]
+
+
+def _drawn_factories() -> list[Any]:
+    return [_Features, _Features]
 
 
 @pytest.fixture
@@ -189,6 +220,35 @@ def test_a_parameter_shared_by_layers_is_a_leaf_in_each(own_module: str) -> None
     assert torch.equal(first.get_parameter("0.weight"), last.get_parameter("2.weight"))
     torch.autograd.backward(last(torch.ones(1, 4)).sum())
     assert first.get_parameter("0.weight").grad is None
+
+
+def test_a_parameter_shared_by_functions_of_layers_is_a_leaf_in_each(own_module: str) -> None:
+    """A rank that holds both layers stepped it twice. And a module that a function keeps stays as
+    it is, for a job that goes back to its start."""
+    split = _own(f"{own_module}:_tied_factories")
+    first, last = split.materialise(0), split.materialise(2)
+    weight = first.get_parameter("0.weight")
+
+    assert weight is not last.get_parameter("2.weight")
+    assert torch.equal(weight, last.get_parameter("2.weight"))
+    before = weight.detach().clone()
+    weight.data.add_(1.0)
+    assert torch.equal(split.materialise(0).get_parameter("0.weight"), before)
+
+
+@pytest.mark.parametrize("name", ["_drawn", "_drawn_factories"])
+def test_what_numpy_and_python_draw_for_a_layer_is_the_same_in_all_processes(
+    name: str, own_module: str
+) -> None:
+    """However many layers a process has built before. Nobody compares buffers, so two pipelines
+    trained one layer with two."""
+    split = _own(f"{own_module}:{name}")
+    before = str(np.random.get_state()), random.getstate()
+    alone = split.materialise(1)
+    split.materialise(0)
+
+    _assert_same_bits(alone, split.materialise(1))
+    assert before == (str(np.random.get_state()), random.getstate())
 
 
 @pytest.mark.parametrize(

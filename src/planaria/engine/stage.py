@@ -169,6 +169,8 @@ class HeldLayer:
         self.sums.zero_()
         for sums in self.tied_sums.values():
             sums.zero_()
+        for parameter in () if self._sums_are_grad else self.parameters.values():
+            parameter.grad = None  # A backward that ran out of memory may have left some.
 
     def accumulate(self) -> None:
         """Adds the gradients that `WeightGradients.run` left in `.grad` to the sums; drops them.

@@ -11,12 +11,14 @@ tensors (packing.py); the first with the inputs of a microbatch, the loss with t
 """
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,8 +48,8 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
             chain.
     """
     function = user_function(target, field="model.target")
-    with torch.random.fork_rng(devices=[]):
-        items, loss = _call(function, target=target, seed=seed)
+    with _draw_from(seed):
+        items, loss = _call(function, target=target)
         with torch.device("meta"), _ignore_weights_on_meta():
             # A layer's function runs on the meta device, because only shapes are needed here.
             modules = [_build(item) for item in items]
@@ -139,14 +141,14 @@ class _UserLayers:
     def materialise(self, layer: int) -> nn.Module:
         """The layer with its initial weights, without other modules that the function built."""
         factory = self.factories[layer]
-        with torch.random.fork_rng(devices=[]):
-            if factory is not None:
-                torch.manual_seed(layer_seed(self.seed, layer))
-                module = _build(factory)
-            else:
-                items, _ = _call(self.function, target=self.target, seed=self.seed)
-                # A copy, because a parameter shared with another layer must be a separate leaf.
-                module = copy.deepcopy(_build(items[layer]))
+        with _draw_from(self.seed if factory is None else layer_seed(self.seed, layer)):
+            if factory is None:
+                items, _ = _call(self.function, target=self.target)
+                factory = items[layer]
+            module = _build(factory)
+        # A copy, because a parameter shared with another layer must be a separate leaf, and what
+        # the function keeps must stay as it is for the next time.
+        module = copy.deepcopy(module)
         return _UserLayer(layer, module, self.layer_names[layer]).train()
 
     def structure(self, layer: int) -> nn.Module:
@@ -168,15 +170,30 @@ def _class_loss_sum(output: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy_sum(output, targets)
 
 
-def _call(
-    function: Callable[[], object], *, target: str, seed: int
-) -> tuple[list[LayerItem], LossFunction]:
-    """The layers and the loss that the user's function returns when it runs with the job's seed.
+@contextmanager
+def _draw_from(seed: int) -> Iterator[None]:
+    """A context in which torch, numpy and Python draw from the seed, and as before afterwards.
+
+    All holders of a layer must draw the same, also of buffers, which nobody compares.
+    """
+    before = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(before[0])
+        random.setstate(before[1])
+
+
+def _call(function: Callable[[], object], *, target: str) -> tuple[list[LayerItem], LossFunction]:
+    """The layers and the loss that the user's function returns, within `_draw_from`.
 
     Raises:
         ConfigError: the function returns something else.
     """
-    torch.manual_seed(seed)
     result = function()
     loss: LossFunction = _class_loss_sum
     if isinstance(result, tuple):

@@ -66,13 +66,38 @@ def llama_parts() -> nn.Module:
     return nn.Sequential(LlamaRMSNorm(WIDTH), LlamaMLP(config), LlamaRMSNorm(WIDTH))
 
 
+class Quantise(torch.autograd.Function):
+    """Rounds to multiples of a scale; the scale gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG004
+        return torch.round(x / scale) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+        return gradient, None
+
+
+class Quantised(nn.Module):
+    """A scale without a gradient, alone where it joins, and beside a layer that has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        quantise: Callable[[Tensor, Tensor], Tensor] = Quantise.apply
+        return quantise(quantise(self.linear(x), self.scale) + x, self.scale)
+
+
 def run(module: nn.Module, x: Tensor) -> Tensor:
     output = module(x)
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
 
 
-@pytest.mark.parametrize("make", [mlp, Uses, Several, gpt2_block, llama_parts])
+@pytest.mark.parametrize("make", [mlp, Uses, Several, gpt2_block, llama_parts, Quantised])
 @pytest.mark.parametrize("ends_in_loss", [False, True])
 def test_the_bits_are_those_of_a_whole_backward(
     make: Callable[[], nn.Module], ends_in_loss: bool
@@ -120,6 +145,22 @@ def test_an_output_that_does_not_depend_on_the_input_has_a_whole_backward(is_lea
     assert found is None
     for parameter in linear.parameters():
         assert (parameter.grad is None) == is_leaf
+
+
+@pytest.mark.parametrize("make", [nn.Identity, nn.Flatten, lambda: nn.Dropout(0.0)])
+def test_a_hop_that_returns_its_input_passes_the_gradient_on(
+    make: Callable[[], nn.Module],
+) -> None:
+    """The layers before it got none, in silence: a block that is dropped returns its input."""
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    output = make()(x)
+    gradient = torch.randn(3, WIDTH)
+
+    found, rest = input_gradient(output, gradient, x, [])
+    rest.run()
+
+    assert found is not None
+    assert torch.equal(found, gradient)
 
 
 def test_microbatches_may_be_put_off_together() -> None:

@@ -67,14 +67,19 @@ class WeightGradients:
                     if gradient is not None:
                         edges.append(GradientEdge(join.node, index))
                         gradients.append(gradient)
+            if not edges:
+                continue
             with ExitStack() as hooks:
                 for join in joins if len(joins) > 1 else ():
                     hooks.callback(join.node.register_prehook(join.first_part_gradients).remove)
-                # Groups may share nodes, so none may free the tensors that the nodes have saved.
+                # Groups may share nodes, so none may free the tensors that the nodes have saved. A
+                # function of the user's may return None as a gradient.
                 gradients_found = torch.autograd.grad(
-                    edges, parameters, gradients, retain_graph=True
+                    edges, parameters, gradients, retain_graph=True, allow_unused=True
                 )
             for parameter, gradient in zip(parameters, gradients_found, strict=True):
+                if gradient is None:
+                    continue
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:  # It may be memory in which gradients are summed.
@@ -87,7 +92,8 @@ def input_gradient(
 ) -> tuple[Tensor | None, WeightGradients]:
     """The gradient of `source`, and the second part of the backward, for the parameters.
 
-    If `output` does not depend on `source`, whose gradient is None then, the whole backward is run.
+    The whole backward is run if `output` does not depend on `source`, whose gradient is None then,
+    or is `source`.
 
     Args:
         gradient: gradient of `output`; None if `output` is a scalar.
@@ -96,12 +102,14 @@ def input_gradient(
     groups = _groups(output.grad_fn, source, set(parameters)) if output.grad_fn else None
     if groups is None:
         torch.autograd.backward(output, gradient)
-        return None, WeightGradients(())
+        return source.grad, WeightGradients(())
     with ExitStack() as hooks:
         for joins, _ in groups:
             for join in joins:
                 hooks.callback(join.node.register_prehook(join.keep_gradients).remove)
-        (source_gradient,) = torch.autograd.grad(output, source, gradient, retain_graph=True)
+        (source_gradient,) = torch.autograd.grad(
+            output, source, gradient, retain_graph=True, allow_unused=True
+        )
     return source_gradient, WeightGradients(groups)
 
 
