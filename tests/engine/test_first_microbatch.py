@@ -137,6 +137,32 @@ def test_one_sample_may_be_taken_by_its_index() -> None:
     _examine(lambda o, t: functional.mse_loss(o[0], t[0], reduction="sum"), size=1)
 
 
+class _Tempered(nn.Module):
+    """A loss with a temperature that it would learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(2))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return ((output - targets) / self.temperature.prod()).square().sum()
+
+
+def test_a_loss_that_would_train_what_no_layer_has_is_refused() -> None:
+    """It kept its initial values, in silence: nobody reduces, steps, saves or moves that."""
+    weight = nn.Parameter(torch.ones(5))
+
+    def penalised(output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).square().sum() + weight.square().sum()
+
+    with pytest.raises(ConfigError, match=r"trained tensors \[2\], which are of no layer"):
+        _examine(_Tempered())
+    with pytest.raises(ConfigError, match=r"trained tensors \[5\]"):
+        _examine(penalised)
+    weight.requires_grad_(False)
+    _examine(penalised)
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -209,7 +235,7 @@ def test_an_examination_leaves_the_random_generators_alone(
         random.random()
 
     monkeypatch.setattr(profiler, "examine_loss", draw)
-    monkeypatch.setattr(profiler, "refuse_changing_buffers", note)
+    monkeypatch.setattr(profiler, "refuse_changes", note)
     _profile("raises", tmp_path)
 
     assert states[-1] == states[-2]

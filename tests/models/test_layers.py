@@ -19,9 +19,9 @@ from planaria.models.layers import (
     SplitModel,
     TiedUse,
     boundary,
-    buffer_values,
     kept_tensors,
-    refuse_changing_buffers,
+    layer_values,
+    refuse_changes,
 )
 
 _SEED = 7
@@ -312,11 +312,34 @@ def test_a_buffer_that_a_forward_changes_is_refused() -> None:
             return x
 
     module = Counting()
-    before = buffer_values(module)
-    refuse_changing_buffers("0.Counting", before, module)
+    before = layer_values(module, has_trained=False)
+    refuse_changes("0.Counting", before, module)
     module(torch.ones(3))
     with pytest.raises(ConfigError, match="GroupNorm"):
-        refuse_changing_buffers("0.Counting", before, module)
+        refuse_changes("0.Counting", before, module)
+
+
+def test_a_parameter_that_a_forward_changes_is_refused() -> None:
+    """Two holders made two of it, and the job ended, naming sound nodes as corrupt; one holder that
+    got it back after a loss set it anew."""
+
+    class FromData(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.is_set = nn.Parameter(torch.zeros(3)), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_set:
+                self.bias.data.copy_(-x.detach())
+                self.is_set = True
+            return x + self.bias
+
+    module = FromData()
+    before = layer_values(module, has_trained=True)
+    refuse_changes("0.FromData", before, module)
+    module(torch.ones(3))
+    with pytest.raises(ConfigError, match="its forward changes its parameter bias"):
+        refuse_changes("0.FromData", before, module)
 
 
 def test_tensors_that_a_forward_keeps_are_found() -> None:

@@ -49,9 +49,9 @@ from planaria.errors import PeerLostError
 from planaria.models.first_microbatch import examine_loss, first_output, refuse_no_gradient
 from planaria.models.layers import (
     SplitModel,
-    buffer_values,
     kept_tensors,
-    refuse_changing_buffers,
+    layer_values,
+    refuse_changes,
 )
 from planaria.models.packing import bring
 from planaria.transport.links import Channel, Links, Tag
@@ -255,7 +255,7 @@ def _examined_output(
 ) -> Tensor:
     """What a layer makes of the first microbatch, if it and the loss can be trained."""
     name, module = model.layer_names[held.layer], held.module
-    before = buffer_values(module)
+    before = layer_values(module, has_trained=job.model.kind == "python")
     output = first_output(module, _leaf(hidden), name=name)
     if job.model.kind == "python":
         refuse_no_gradient(model, held.layer, output)
@@ -263,7 +263,7 @@ def _examined_output(
         with keep_generators():
             examine_loss(model, output, targets, num_samples=job.training.microbatch_size)
     output = output.detach()
-    refuse_changing_buffers(name, before, module)
+    refuse_changes(name, before, module)
     if kept := kept_tensors(module):
         logger.warning(_KEPT_TENSORS, name, ", ".join(kept))
     return output

@@ -233,25 +233,35 @@ def refuse_running_statistics(layer_name: str, module: nn.Module) -> None:
             raise _batch_statistics_error(layer_name, type(part).__name__)
 
 
-def buffer_values(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of the layer's buffers and frozen parameters, for `refuse_changing_buffers`."""
-    return {
-        name: tensor.detach().clone() for name, tensor in _values_without_gradient(module).items()
+def layer_values(module: nn.Module, *, has_trained: bool) -> dict[str, Tensor]:
+    """A copy of the layer's buffers and frozen parameters, for `refuse_changes`.
+
+    Args:
+        has_trained: whether the trained parameters are in it, too.
+    """
+    parameters = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if has_trained or not parameter.requires_grad
     }
+    values = {**dict(module.named_buffers()), **parameters}
+    return {name: tensor.detach().clone() for name, tensor in values.items()}
 
 
-def _values_without_gradient(module: nn.Module) -> dict[str, Tensor]:
-    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-    return {**dict(module.named_buffers()), **frozen}
-
-
-def refuse_changing_buffers(layer_name: str, before: dict[str, Tensor], module: nn.Module) -> None:
-    """Raises ConfigError if a forward in train mode has changed a buffer of the layer, or a frozen
-    parameter."""
-    after = _values_without_gradient(module)
-    for name in sorted(before.keys() | after.keys()):
-        if name not in before or name not in after or not torch.equal(before[name], after[name]):
+def refuse_changes(layer_name: str, before: dict[str, Tensor], module: nn.Module) -> None:
+    """Raises ConfigError if a forward in train mode has changed what is in `layer_values`."""
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    after = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    for name in sorted(before.keys() | (after.keys() - trained)):
+        if name in before and name in after and torch.equal(before[name], after[name]):
+            continue
+        if name not in trained:
             raise _batch_statistics_error(layer_name, f"buffer {name}")
+        remedy = (
+            f"its forward changes its parameter {name}, and each holder of the layer would change "
+            "it by samples of its own; give it its value where the layer is built"
+        )
+        raise ConfigError("model.target", f"layer {layer_name}", remedy)
 
 
 def layer_seed(seed: int, layer: int) -> int:
