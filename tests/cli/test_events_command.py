@@ -90,3 +90,10 @@ def test_what_is_no_report_is_refused() -> None:
     assert_mistake(
         command("events", "empty"), "there is no report of planaria train in this directory"
     )
+
+
+def test_a_job_is_not_named_where_a_report_is() -> None:
+    """It was left out of account, as if the report were that job's."""
+    for option in ("--job", "--head", "--token-file"):
+        refused = command("events", "report.json", option, "a")
+        assert_mistake(refused, option, "leave it out where a report is named")

@@ -46,6 +46,8 @@ def test_what_cannot_be_is_refused(text: str, remedy: str) -> None:
     assert caught.value.value == text
 
 
-def test_memory_is_in_whole_bytes() -> None:
+@pytest.mark.parametrize("memory", ["0.5", "1e30"])
+def test_memory_is_in_whole_bytes_of_which_there_may_be(memory: str) -> None:
+    """The larger number ended in a traceback."""
     with pytest.raises(ConfigError, match="1 byte or more"):
-        parse_node_kinds(2, speeds=[], memories=["0=0.5"])
+        parse_node_kinds(2, speeds=[], memories=[f"0={memory}"])

@@ -39,8 +39,9 @@ def events(
         answer = ask_job(TellEvents(), head=head, token_file=token_file, job=job)
         running = record_of(answer, tuple[EventRecord, ...], head=head, field="--head")
         events_by_path = {Path(): running}
-    elif head or token_file:
-        field, value = ("--head", head) if head else ("--token-file", token_file)
+    elif head or token_file or job:
+        fields = {"--head": head, "--token-file": token_file, "--job": job}
+        field, value = next(pair for pair in fields.items() if pair[1])
         raise ConfigError(field, value, "leave it out where a report is named")
     else:
         events_by_path = {path: _events(path) for path in _reports(report)}

@@ -9,6 +9,7 @@ from typing import Final
 from planaria.core.plan import NodeKind
 from planaria.errors import ConfigError
 
+_MEMORY_BYTES_MAX: Final = 2.0**63
 _NODES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*")
 
 
@@ -36,8 +37,9 @@ def parse_node_kinds(
         kinds.update({node: replace(kinds[node], speed=speed) for node in nodes})
     for text in memories:
         nodes, num_bytes = parse_value("--node-memory", text, num_nodes)
-        if num_bytes < 1:
-            raise ConfigError("--node-memory", text, "a device must have 1 byte or more")
+        if not 1 <= num_bytes < _MEMORY_BYTES_MAX:
+            remedy = "a device must have 1 byte or more, and less than 2**63"
+            raise ConfigError("--node-memory", text, remedy)
         memory = int(num_bytes)
         kinds.update({node: replace(kinds[node], device_memory_bytes=memory) for node in nodes})
     return kinds

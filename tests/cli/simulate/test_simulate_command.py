@@ -170,10 +170,28 @@ def test_a_sweep_has_no_picture(scenario: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [("--nodes", "5"), ("--price", "2"), ("--seeds", "3"), ("--systems", "all")]
+    "option",
+    [
+        *(("--nodes", "5"), ("--price", "2"), ("--seeds", "3"), ("--systems", "all")),
+        ("--processes", "4"),
+    ],
 )
 def test_a_replay_refuses_what_it_would_not_use(option: tuple[str, str]) -> None:
     """Nodes, seeds and systems are those of the report."""
     result = command("simulate", "--replay", "report.json", *option)
 
     assert_mistake(result, option[0], "a replay takes all from its report")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--policy", "all", "--without-inputs"), "it has no meaning with --policy"),
+        (("--calibrate", "other.json"), "add --without-inputs or --policy"),
+    ],
+)
+def test_options_of_a_replay_that_have_no_effect_are_refused(
+    options: tuple[str, ...], words: str
+) -> None:
+    """They were dropped without a word; the file of --calibrate was not even looked for."""
+    assert_mistake(command("simulate", "--replay", "report.json", *options), words)

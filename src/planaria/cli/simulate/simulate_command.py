@@ -69,7 +69,10 @@ SYSTEMS: Final[tuple[System, ...]] = (
     Replicas(),
 )
 _ALL: Final = "all"
-_UNUSED_BY_REPLAY: Final = ("SCENARIO", "--sweep", "--plot", "--set", "--seeds", "--systems")
+_UNUSED_BY_REPLAY: Final = (
+    *("SCENARIO", "--sweep", "--plot", "--set", "--seeds", "--processes"),
+    "--systems",
+)
 _NOT_WITH_REPLAY: Final = "a replay takes all from its report; leave this out"
 
 ScenarioFile = Annotated[
@@ -187,8 +190,14 @@ def simulate(
     asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
     options = AdviceOptions(*asked, policies)
     if replay is not None:
-        others = (scenario, sweep, plot, settings, seeds, "" if systems == PLANARIA else systems)
+        other_systems = "" if systems == PLANARIA else systems
+        others = (scenario, sweep, plot, settings, seeds, processes, other_systems)
         _refuse(dict(zip(_UNUSED_BY_REPLAY, others, strict=True)), _NOT_WITH_REPLAY)
+        if policy:
+            _refuse({"--without-inputs": without_inputs}, "it has no meaning with --policy")
+        elif not without_inputs:
+            remedy = "decisions are made again from the report; add --without-inputs or --policy"
+            _refuse({"--calibrate": calibrate}, remedy)
         check_unused(options, remedy=_NOT_WITH_REPLAY)
         _replay(replay, _ReplayMode(without_inputs, policy, calibrate), json_file)
         return
