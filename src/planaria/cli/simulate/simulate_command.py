@@ -190,14 +190,8 @@ def simulate(
     asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
     options = AdviceOptions(*asked, policies)
     if replay is not None:
-        other_systems = "" if systems == PLANARIA else systems
-        others = (scenario, sweep, plot, settings, seeds, processes, other_systems)
+        others = (scenario, sweep, plot, settings, seeds, processes, _others_than_default(systems))
         _refuse(dict(zip(_UNUSED_BY_REPLAY, others, strict=True)), _NOT_WITH_REPLAY)
-        if policy:
-            _refuse({"--without-inputs": without_inputs}, "it has no meaning with --policy")
-        elif not without_inputs:
-            remedy = "decisions are made again from the report; add --without-inputs or --policy"
-            _refuse({"--calibrate": calibrate}, remedy)
         check_unused(options, remedy=_NOT_WITH_REPLAY)
         _replay(replay, _ReplayMode(without_inputs, policy, calibrate), json_file)
         return
@@ -287,6 +281,11 @@ class _ReplayMode(NamedTuple):
 def _replay(report: Path, mode: _ReplayMode, json_file: Path | None) -> None:
     """Replays a report, prints and writes what came, and exits with 1 if a decision differs though
     its inputs are those of the run."""
+    if mode.policy:
+        _refuse({"--without-inputs": mode.without_inputs}, "it has no meaning with --policy")
+    elif not mode.without_inputs:
+        remedy = "decisions are made again from the report; add --without-inputs or --policy"
+        _refuse({"--calibrate": mode.calibrate}, remedy)
     console, is_same = Console(), True
     if mode.policy:
         content = simulate_policies(report, mode.policy, mode.calibrate, console)
@@ -298,6 +297,10 @@ def _replay(report: Path, mode: _ReplayMode, json_file: Path | None) -> None:
         write("--json", json_file, (json.dumps(content, indent=2) + "\n").encode())
     if not is_same:
         raise typer.Exit(1)
+
+
+def _others_than_default(systems: str) -> str:
+    return "" if systems == PLANARIA else systems
 
 
 def _refuse(options: Mapping[str, object], remedy: str) -> None:
