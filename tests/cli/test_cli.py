@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -18,18 +18,22 @@ from typer.testing import Result
 
 import planaria
 from helpers.command import PACED, assert_mistake, command, train
+from planaria.chaos.runs import RunOutcome
 from planaria.checkpoint.disk.tiers import tier_of
+from planaria.cli import chaos_command, train_command
 from planaria.cli import main as cli
-from planaria.cli import train_command
 from planaria.cli.command_line import check_writable, exit_codes, write
+from planaria.core.job import JobConfig
 from planaria.core.kinds import Ending
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
+from planaria.job.on_machines import Listening
 from planaria.job.planning import read_profile
 from planaria.job.report import failure_of
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 from planaria.nodes.output import unfailing
+from planaria.transport.credentials import write_credentials
 
 
 @pytest.fixture(autouse=True)
@@ -279,6 +283,54 @@ def test_options_of_a_head_that_mean_nothing_are_refused(
 ) -> None:
     """They were ignored, or never came to an end."""
     assert_mistake(command("train", str(PACED), *options), told)
+
+
+def test_chaos_tells_what_it_has_found_also_where_it_cannot_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended with exit code 2 for an option that nobody had given, and the violation was lost."""
+    outcome = RunOutcome(
+        number=0,
+        specs=("kill:0@1",),
+        settings=(),
+        surroundings=(),
+        seconds=1.0,
+        injected_faults={},
+        violations=("iteration 3 used other samples",),
+    )
+    runs = SimpleNamespace(outcomes=lambda **_: [outcome])
+    monkeypatch.setattr(chaos_command, "named_job", lambda *_: None)
+    monkeypatch.setattr(chaos_command, "Chaos", lambda *_, **__: runs)
+    Path("job.toml").touch()
+    Path("chaos-0-0.json").mkdir()
+
+    result = command("chaos", "job.toml", "--minutes", "1")
+
+    assert result.exit_code == 1, result.output
+    assert "iteration 3 used other samples" in result.output
+    assert "--inject kill:0@1" in result.output
+    assert "not in chaos-0-0.json: it cannot be written: Is a directory" in result.output
+
+
+@pytest.mark.parametrize("resumes", [(), ("--resume",)])
+def test_who_wants_to_resume_never_begins_anew(
+    resumes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--resume-if-saved beside it began a job again of which nothing was saved."""
+    given: list[Listening] = []
+
+    def run(**keys: Any) -> None:
+        given.append(keys["listening"])
+        raise ConfigError("", "", "that is enough")
+
+    write_credentials(Path("token"))
+    job = SimpleNamespace(config=JobConfig(), run=run)
+    monkeypatch.setattr(train_command, "named_job", lambda *_: job)
+    Path("job.toml").touch()
+    where = ("--listen", "127.0.0.1:0", "--token-file", "token")
+
+    assert command("train", "job.toml", *where, "--resume-if-saved", *resumes).exit_code == 2
+    assert [listening.may_begin for listening in given] == [not resumes]
 
 
 def test_chaos_needs_time_and_bits_that_can_be_compared() -> None:

@@ -257,6 +257,9 @@ def lost_shards(number: int, place: Path) -> dict[str, str]:
             told += f"{str(error).rpartition(';')[0]}. "
         dist.barrier()
         saver.close()
+        for process in keepers(where / f"{number}"):  # That of the machine that is lost.
+            process.kill()
+            process.wait()
     return {"lost shards": told}
 
 

@@ -102,13 +102,18 @@ def test_a_save_of_what_was_copied_anew_leaves_that_version_as_it_is(
     assert saver.restore() == 2
 
 
+def begin_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the group of one rank, which may call `reform`."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+
 def test_a_reform_aborts_groups_of_nccl_before_it_waits_for_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy waits for its device, and that for a rank which is lost, until the abort."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    begin_alone(tmp_path, monkeypatch)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     place = str(tmp_path / "place")
@@ -197,9 +202,7 @@ def test_a_reform_lets_go_of_the_old_model_and_sees_that_no_rank_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two models may not fit into the memory of a device, and the loop would try again for ever."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    begin_alone(tmp_path, monkeypatch)
     model = nn.Linear(4, 1)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

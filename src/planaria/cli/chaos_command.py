@@ -64,8 +64,7 @@ def chaos(
                     console.print(f"  {violation}")
                 console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")
                 path = directory / f"chaos-{seed}-{outcome.number}.json"
-                write("--report", path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
-                console.print(f"  seed {seed}; all that is known of this run is in {path}")
+                console.print(f"  seed {seed}; {_keep(outcome, path)}")
     finally:
         console.close(*((score_table(outcomes), f"seed {seed}") if outcomes else ()))
         if outcomes and report is not None:
@@ -73,6 +72,16 @@ def chaos(
             write("--report", report, msgspec.json.format(data, indent=2))
     if any(outcome.violations for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def _keep(outcome: RunOutcome, path: Path) -> str:
+    """Writes all that is known of a run; returns where it is, or why it is nowhere."""
+    data = msgspec.json.format(msgspec.json.encode(outcome), indent=2)
+    try:
+        write("--report", path, data)
+    except ConfigError as error:  # What was found so far, and further runs, matter more.
+        return f"what is known of this run is not in {path}: it {error.remedy}"
+    return f"all that is known of this run is in {path}"
 
 
 class _Console:

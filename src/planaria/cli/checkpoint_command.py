@@ -309,7 +309,9 @@ def _write_tokenizer(
 def _learned_tokenizer(tier: Tier, manifest: Manifest) -> str:
     """The content of the file of the tokenizer that was learned from the job's text; "": there is
     none, or none that can be found."""
-    file = Path(manifest.job.get(TOKENIZER_FILE, ""))
+    if not (name := manifest.job.get(TOKENIZER_FILE, "")):
+        return ""
+    file = Path(name)
     try:
         content = file.read_bytes() if file.is_file() else tier.storage.read(file.name)
     except (CheckpointError, OSError):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from planaria.errors import ConfigError
-from planaria.models.layers import SplitModel, loss_call
+from planaria.models.layers import SplitModel, leaves_of, loss_call
 from planaria.models.packing import describe, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 _RATIO_MAX: Final = 1.25  # Of a mean it is 1, of a sum 2.
 _GRADIENT_TOLERANCE: Final = 0.1  # Relative norm; a mean in bfloat16 is off by 0.01.
 _REPEAT_TOLERANCE: Final = 1e-4
-_LEAF: Final = "torch::autograd::AccumulateGrad"
 _ONE_ARGUMENT: Final = (
     "a layer gets one argument: what the layer before it returned; a tuple is not unpacked"
 )
@@ -79,23 +78,6 @@ def _lacks_arguments(error: Exception, module: nn.Module) -> bool:
     return is_type_error and any(str(error).startswith(f"{name}() missing") for name in names)
 
 
-def _shapes_beside(loss: Tensor, output: Tensor) -> list[str]:
-    """The shapes of tensors that the loss would train, and that the output does not depend on."""
-    shapes: list[str] = []
-    seen = {output.grad_fn}
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None) if node.name() == _LEAF else None
-        if variable is not None and variable is not output:
-            shapes.append(str(list(variable.shape)))
-        waiting += [child for child, _ in node.next_functions]
-    return shapes
-
-
 def examine_loss(model: SplitModel, output: Tensor, targets: Tensor, *, num_samples: int) -> None:
     """Refuses a loss that cannot be trained by, or that is a mean.
 
@@ -118,11 +100,11 @@ def examine_loss(model: SplitModel, output: Tensor, targets: Tensor, *, num_samp
             "detach(), torch.no_grad() and torch.tensor() of a number"
         )
         raise ConfigError("model.target", call, remedy)
-    if shapes := _shapes_beside(loss, output):
+    if shapes := [str(tuple(leaf.shape)) for leaf in leaves_of(loss, beside=output)]:
         remedy = (
-            f"it has or reads trained tensors {', '.join(shapes)}, which are of no layer there, so "
-            "nothing would train them; put them in the last layer (for a penalty on all weights "
-            "use weight_decay of the optimizer)"
+            f"it uses trained tensors of shape {', '.join(shapes)} beside what the layers return, "
+            "and nothing would train them; put them in the last layer (for a penalty on all "
+            "weights use the optimizer's weight_decay)"
         )
         raise ConfigError("model.target", call, remedy)
     leaves, spec = tree_flatten(values)

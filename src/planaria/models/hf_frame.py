@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planaria.errors import ConfigError
-from planaria.models.layers import OWN_LAYERS
+from planaria.models.layers import OWN_LAYERS, leaves_of
 
 # Dimensions in names: B microbatch, L sequence, D model
 
@@ -392,17 +392,8 @@ def _shape_only_experts(block: nn.Module) -> Iterator[None]:
 
 def _names_reached(output: Tensor, model: nn.Module, names: Iterable[str]) -> frozenset[str]:
     """Names of the parameters on which the output depends."""
-    variables: set[int] = set()
-    seen: set[Any] = set()
-    stack = [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variables.add(id(getattr(node, "variable", None)))
-        stack.extend(function for function, _ in node.next_functions)
-    return frozenset(name for name in names if id(_tensor(model, name)) in variables)
+    reached = set(map(id, leaves_of(output)))
+    return frozenset(name for name in names if id(_tensor(model, name)) in reached)
 
 
 def _tensor(model: nn.Module, name: str) -> object:

@@ -13,7 +13,7 @@ torch.fx cannot trace the models of transformers 5.
 
 import hashlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -28,6 +28,7 @@ from planaria.core.plan import LayerProfile
 from planaria.errors import ConfigError
 from planaria.models.packing import describe, is_packed, pack, unpack
 
+_LEAF: Final = "torch::autograd::AccumulateGrad"  # Name of the nodes of leaves.
 OWN_LAYERS = 'give the layers yourself with kind = "python"'
 
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -262,6 +263,26 @@ def refuse_changes(layer_name: str, before: dict[str, Tensor], module: nn.Module
             "it by samples of its own; give it its value where the layer is built"
         )
         raise ConfigError("model.target", f"layer {layer_name}", remedy)
+
+
+def leaves_of(output: Tensor, *, beside: Tensor | None = None) -> Iterator[Tensor]:
+    """Yields the leaves of the graph of a tensor, which a backward from it would reach.
+
+    Args:
+        beside: tensor whose graph is left out, and itself if it is a leaf.
+    """
+    seen = {None, None if beside is None else beside.grad_fn}
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        assert node is not None
+        seen.add(node)
+        leaf = getattr(node, "variable", None) if node.name() == _LEAF else None
+        if leaf is not None and leaf is not beside:
+            yield leaf
+        waiting += [child for child, _ in node.next_functions]
 
 
 def layer_seed(seed: int, layer: int) -> int:

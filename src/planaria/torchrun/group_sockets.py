@@ -90,16 +90,16 @@ class LossWatch:
     def _alarm(self) -> None:
         self.is_alarmed = True
         groups = nccl_groups()
-        if not self._is_done.is_set():  # Else they may be new ones.
-            self._abort(groups)
-        shut(self._connections)  # Last: it wakes the loop, which is done with this group then.
+        # The loop is done with this group once it wakes, so the abort begins before that. It may
+        # take long, and the loop may wait for gloo, so nothing waits for its end.
+        if groups and not self._is_done.is_set():  # Else they may be new ones.
+            self.has_aborted = True
+            threading.Thread(target=abort_at_once, args=(groups,), daemon=True).start()
+        shut(self._connections)
 
     def abort_groups(self) -> None:
         """Aborts all groups of NCCL, so that nothing waits for the device any more."""
-        self._abort(nccl_groups())
-
-    def _abort(self, groups: Sequence[Any]) -> None:
-        if groups:
+        if groups := nccl_groups():
             self.has_aborted = True  # Before what the device computes may be anything.
             abort_at_once(groups)
 
