@@ -152,6 +152,31 @@ def test_a_message_of_an_aborted_epoch_may_change_while_it_leaves() -> None:
         assert not right._inbox
 
 
+def test_a_copy_may_change_while_it_leaves_and_its_link_stays() -> None:
+    """A rank that leaves an epoch at its last commit reuses the memory of copies that it has begun
+    to send, while the other one still receives them in that epoch. The copies have hashes of their
+    own, by which they are asked for again."""
+    content = np.ones(LARGE_BYTES, dtype=np.uint8)
+    memory = np.zeros(LARGE_BYTES, dtype=np.uint8)
+    with pair() as (left, right):
+        begin_all([left, right], 0)
+        leaving, arriving = left._peers[1], right._peers[0]
+        right.offer_memory(0, tag(0, Channel.COPY), memory)
+        with ExitStack() as stopping:
+            with arriving._reading:
+                left.send(1, tag(0, Channel.COPY), content)
+                stopping.enter_context(leaving.lock)
+            assert leaving._unsent
+            content[:] = 2
+        left.send(1, tag(1), np.arange(5, dtype=np.uint8))
+
+        assert right.receive(0, tag(1), timeout_s=TIMEOUT_S).tolist() == [*range(5)]
+        assert right.receive(0, tag(0, Channel.COPY), timeout_s=TIMEOUT_S) is memory
+        assert memory[-1] == 2
+        assert not right.lost_peers
+        assert right._peers[0] is arriving
+
+
 def test_without_checksums_the_same_flip_is_delivered() -> None:
     """Which is why links that leave the machine have them."""
     flipped_byte = header_size(is_checked=False) + 3

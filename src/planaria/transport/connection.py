@@ -6,7 +6,10 @@ tag, length) and raw bytes. On checked links the header goes on with the xxh3_64
 a CRC-32 of all of the header before it. Both are compared before the message is delivered, and a
 message that arrives damaged ends its connection. Both ends of a link are checked, or neither. Once
 an epoch is over its ranks change the arrays of which they still send the rest, so a payload of such
-an epoch that differs from its checksum is dropped, and the connection goes on.
+an epoch that differs from its checksum is dropped, and the connection goes on. Copies of layers
+have hashes of their own, by which their receiver asks for what was damaged (`checkpoint.memory`),
+so their payload is not hashed again. It may change on its way, too: a rank that leaves an epoch at
+its last commit reuses the memory of copies that it still sends.
 
 Any thread may call `append` and `withdraw_memory`; only the thread that serves the links calls the
 other methods.
@@ -81,6 +84,9 @@ class Channel(IntEnum):
     ALIVE = 22
 
 
+# Channels whose payloads are checked by those who receive them, and not by the link.
+_CHECKED_BY_RECEIVERS: Final = frozenset({Channel.COPY})
+
 _CHANNELS = frozenset(int(channel) for channel in Channel)
 
 
@@ -123,7 +129,7 @@ def header(epoch: int, tag: Tag, num_bytes: int) -> bytes:
 def checked_header(epoch: int, tag: Tag, payload: Sequence[memoryview]) -> bytes:
     """The bytes that precede a payload on checked links."""
     hasher = xxhash.xxh3_64()
-    for view in payload:
+    for view in payload if tag.channel not in _CHECKED_BY_RECEIVERS else ():
         hasher.update(view)
     plain = header(epoch, tag, sum(map(len, payload)))
     head = plain + _DIGEST.pack(hasher.intdigest())
@@ -395,7 +401,7 @@ class Connection:
                 if count == 0:
                     raise ConnectionError("closed by peer")
                 num_read += count
-                if self._own.protection.is_checked and self._header is not None:
+                if self._header is not None and self._hashes(self._header.tag):
                     self._hasher.update(self._view[:count])
                 self._view = self._view[count:]
                 messages = tuple(self._completed_messages())
@@ -468,7 +474,7 @@ class Connection:
             self._hasher.reset()
             return
         self._has_offered_memory = False
-        is_sound = not own.protection.is_checked or self._hasher.intdigest() == header.digest
+        is_sound = not self._hashes(header.tag) or self._hasher.intdigest() == header.digest
         # A rank changes what it still sends only once all ranks have left the epoch.
         if not is_sound and not own.is_over(header.epoch):
             raise ConnectionError(
@@ -484,6 +490,10 @@ class Connection:
         self._expect_header()
         if is_sound:
             yield IncomingMessage(header.epoch, header.tag, payload)
+
+    def _hashes(self, tag: Tag) -> bool:
+        """Whether this end compares the payload of such a message with its checksum."""
+        return self._own.protection.is_checked and tag.channel not in _CHECKED_BY_RECEIVERS
 
     def _step_handshake(self) -> None:
         try:
