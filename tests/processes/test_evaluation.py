@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.jobs import digests, shaped_plan, tiny_job, train_shape
+from helpers.left_runs import NoteDisplay
 from helpers.user_models import points, sequential
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
@@ -139,6 +140,23 @@ def test_a_rank_that_is_killed_in_an_evaluation_costs_nothing_of_it(
     ]
     assert numbers[0] == numbers[1]
     assert len(numbers[0]) == 3
+
+
+def test_the_last_evaluation_is_missed_in_words(
+    server: ForkServer, strike_file: Path, tmp_path: Path
+) -> None:
+    """All layers have had their last step by then, and no epoch begins for an evaluation alone."""
+    config = replace(EVALUATION, every=ITERATIONS)
+    strike_file.touch()
+    display = NoteDisplay(lambda _: None)
+    job = Job(replace(_job(tmp_path), evaluation=config))
+    report = job.run(server=server, display=display).report
+
+    assert not strike_file.exists()
+    assert report.final.iteration == ITERATIONS
+    assert not report.evaluations
+    (text,) = [text for text in display.notes if "held-out" in text]
+    assert f"not evaluated after {ITERATIONS} iterations: a node was lost" in text
 
 
 def odd(output: Tensor, _: Tensor) -> float:

@@ -3,7 +3,14 @@
 import pytest
 from msgspec import structs
 
-from helpers.recorder_messages import decision_message, loss_message, report, running, starting
+from helpers.recorder_messages import (
+    commit_message,
+    decision_message,
+    loss_message,
+    report,
+    running,
+    starting,
+)
 from planaria.core.copies import CopiesDone
 from planaria.core.inject import parse_injection
 from planaria.core.plan import Plan
@@ -37,9 +44,23 @@ def watched() -> tuple[JobObserver, Recorder, Notes]:
         recorder,
         notes,
         predicted_peak_bytes=lambda _: 555,
+        evaluates=True,
         callbacks=CallbackThread(()),
     )
     return observer, recorder, notes
+
+
+def test_a_missing_last_evaluation_is_told() -> None:
+    """If training has ended as it should, and not if it goes on or is stopped."""
+    observer, _, notes = watched()
+    for iteration, is_trained, ends in ((4, False, False), (5, False, True), (5, True, True)):
+        message = structs.replace(
+            commit_message(iteration, 12.0 + iteration, ends=ends), is_trained=is_trained
+        )
+        observer.on_message(message)
+
+    (text,) = notes.texts
+    assert text.startswith("held-out data were not evaluated after 6 iterations: a node was lost")
 
 
 def test_one_node_is_one_node() -> None:

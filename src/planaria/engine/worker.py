@@ -580,7 +580,7 @@ class Worker:
                 spans=self._spans if self._spec.trace else (),
                 began_s=executor.start_s,
                 receptions=self._links.take_receptions(),
-                evaluated=self._evaluator.take_results() if self._evaluator else (),
+                evaluated=self._evaluation.take_results(done.iteration) if self._evaluation else (),
             )
         )
 

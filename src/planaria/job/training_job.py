@@ -490,13 +490,12 @@ def _recorder(planned: Planned, start_s: float) -> Recorder:
 def _job_observer(
     planned: Planned, recorder: Recorder, display: Display, callbacks: CallbackThread
 ) -> JobObserver:
-    buffers_bytes = planned.config.chunk_buffers_bytes
+    problem, buffers_bytes = planned.problem, planned.config.chunk_buffers_bytes
     return JobObserver(
         recorder,
         display,
-        predicted_peak_bytes=lambda plan: (
-            predicted_peak_bytes(planned.problem, plan) + buffers_bytes
-        ),
+        predicted_peak_bytes=lambda plan: predicted_peak_bytes(problem, plan) + buffers_bytes,
+        evaluates=planned.config.evaluation.every > 0,
         callbacks=callbacks,
     )
 

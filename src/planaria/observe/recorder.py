@@ -233,9 +233,9 @@ class Recorder:
     def on_evaluated(self, message: Committed) -> tuple[EvaluationRecord, ...]:
         """Records the evaluations that are reported with a committed iteration, and returns them.
 
-        All ranks report the same results. One that was done again after a loss counts once.
+        All ranks report the same results. One that is done or reported again counts once.
         """
-        evaluations = {e.iteration: e for report in message.reports for e in report.evaluated}
+        reported = {e.iteration: e for report in message.reports for e in report.evaluated}
         records = tuple(
             EvaluationRecord(
                 iteration=iteration,
@@ -246,7 +246,8 @@ class Recorder:
                 seconds=evaluated.seconds,
                 at_s=message.now_s - self.ledger.start_s,
             )
-            for iteration, evaluated in sorted(evaluations.items())
+            for iteration, evaluated in sorted(reported.items())
+            if iteration not in self.evaluations
         )
         self.evaluations |= {record.iteration: record for record in records}
         return records

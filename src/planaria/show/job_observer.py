@@ -60,6 +60,7 @@ class JobObserver:
 
     Args:
         predicted_peak_bytes: function that predicts the peak memory of a plan.
+        evaluates: whether the job evaluates held-out data.
         callbacks: thread that calls the user's callbacks.
 
     Attributes:
@@ -72,9 +73,11 @@ class JobObserver:
         display: TrainingDisplay,
         *,
         predicted_peak_bytes: Callable[[Plan], int],
+        evaluates: bool,
         callbacks: CallbackThread,
     ) -> None:
         self.early = ""
+        self._evaluates = evaluates
         self._callbacks = callbacks
         self._has_trained = False
         self._num_events_told = 0
@@ -239,6 +242,13 @@ class JobObserver:
                 f"loss {evaluated.loss:.4f}{metrics}"
             )
             self._callbacks.post("on_evaluation", evaluated)
+        num_done = message.iteration + 1
+        has_last = not self._evaluates or num_done in self._recorder.evaluations
+        if message.ends and message.is_trained and not has_last:
+            self._display.note(
+                f"held-out data were not evaluated after {count_text(num_done, 'iteration')}: a "
+                "node was lost, or a stop was requested, while that was to be done"
+            )
         if message.ends and any(report.early for report in message.reports):
             reason = "training has ended: the loss of held-out data is not lower any more"
             self._recorder.add_event("early", iteration=message.iteration, reason=reason)

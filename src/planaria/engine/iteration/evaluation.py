@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,12 +50,20 @@ class Evaluation:
         metrics: functions that return a sum over the targets of a microbatch, by name.
         key: key that names the held-out data: "evaluation.target" or "evaluation.path".
         name: value of that key.
+        untold: results that were not taken yet, by the number of iterations before them. They
+            outlast an epoch that ends between an evaluation and the report of its iteration.
     """
 
     held_out: HeldOut
     metrics: Mapping[str, Metric]
     key: str
     name: str
+    untold: dict[int, Evaluated] = field(default_factory=dict)
+
+    def take_results(self, iteration: int) -> tuple[Evaluated, ...]:
+        """Takes the results from before and right after an iteration, in order."""
+        ages = sorted(age for age in self.untold if age <= iteration + 1)
+        return tuple(self.untold.pop(age) for age in ages)
 
     @contextmanager
     def name_samples(self, age: int, index: int) -> Iterator[None]:
@@ -130,7 +138,6 @@ class Evaluator:
         self, evaluation: Evaluation, plan: Plan, *, context: RankContext, comm: DeviceComm
     ) -> None:
         self._evaluation = evaluation
-        self._results: list[Evaluated] = []
         self._plan = plan
         self._context = context
         self._stage = context.stage
@@ -140,11 +147,6 @@ class Evaluator:
         self._routes = plan.different_routes
         self._longest_s = math.inf
         self._untaken: dict[int, list[Tag]] = {}
-
-    def take_results(self) -> tuple[Evaluated, ...]:
-        """The results since this was last called."""
-        results, self._results = tuple(self._results), []
-        return results
 
     def run(self, age: int) -> float:
         """Evaluates parameters of this age; returns the seconds that it took.
@@ -184,7 +186,7 @@ class Evaluator:
             },
             seconds=seconds,
         )
-        self._results.append(result)
+        self._evaluation.untold[age] = result
         self._stage.note_held_out(result.loss, age=age)
         return seconds
 
