@@ -31,6 +31,7 @@ from planaria.errors import ConfigError, InsufficientError, PlanariaError, Train
 from planaria.job.on_machines import Listening
 from planaria.job.planning import read_profile
 from planaria.job.report import failure_of
+from planaria.job.scripts import named_job
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 from planaria.nodes.output import unfailing
 from planaria.transport.credentials import write_credentials
@@ -226,6 +227,25 @@ def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_fra
     result = train(Path("raises.py"))
     assert result.exit_code == 1
     assert re.findall(r'File "(.*?)", line', result.stderr) == ["raises.py", "raises.py"]
+
+
+def test_the_inputs_of_a_script_are_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the command is given, and wherever the script goes."""
+    Path("project").mkdir()
+    profile = Path("project/own.json").absolute()
+    profile.write_bytes(PACED.with_name("paced-profile.json").read_bytes())
+    Path("project/defines.py").write_text(
+        "import os, planaria\n"
+        "os.chdir('/')\n"
+        "model = planaria.ModelConfig(kind='paced', profile='own.json')\n"
+        "job = planaria.Job(planaria.JobConfig(model=model))\n"
+    )
+    monkeypatch.chdir(Path())  # It comes back in the end.
+    job = named_job(Path("project/defines.py"), [])
+
+    assert Path(job.config.model.profile) == profile
+    with pytest.raises(ConfigError, match="there is no such file"):
+        named_job(Path("project/defines.py"), [])  # Which is relative, too.
 
 
 def test_a_stream_that_never_fails_writes_at_once_and_drops_what_nobody_reads() -> None:

@@ -118,7 +118,7 @@ def name_refusals(field: str, path: str) -> Iterator[None]:
 
 
 def check_job(job: JobConfig) -> None:
-    """Refuses values out of range, keys that do not fit together, and a missing profile.
+    """Refuses values out of range, and keys that do not fit together.
 
     Raises:
         ConfigError: the job has a mistake; the first one found is named.
@@ -140,7 +140,6 @@ def check_job(job: JobConfig) -> None:
         )
     _check_batch(job)
     _check_cluster(job.cluster)
-    _check_paths(job)
 
 
 def _check_ranges(job: JobConfig) -> None:
@@ -398,8 +397,12 @@ def _check_data_path(name: str, data: DataConfig) -> None:
             raise ConfigError(name, data.path, "the file is empty")
 
 
-def _check_paths(job: JobConfig) -> None:
-    """Refuses a missing profile, and an output directory that is a file."""
+def check_paths(job: JobConfig) -> None:
+    """Refuses a missing profile, and an output directory that is a file.
+
+    Raises:
+        ConfigError: it names the path.
+    """
     with name_refusals("model.profile", job.model.profile):
         if job.model.profile and not profile_path(Path(), job.model.profile).is_file():
             remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
-from planaria.job.checks import check_job, name_refusals, without_copies
+from planaria.job.checks import check_job, check_paths, name_refusals, without_copies
 from planaria.profiles.shipped import profile_path
 
 _INPUT_PATHS = (
@@ -81,7 +81,8 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
 def checked_job(job: JobConfig) -> JobConfig:
     """The same job of a program, with every value checked as one of a job file is.
 
-    Input paths stay as they are: those of a script's job are relative to the script.
+    Input paths stay as they are, and are not looked at: those of a script's job are relative to the
+    script.
 
     Raises:
         ConfigError: a value has another type than its key, or two keys do not fit together.
@@ -104,8 +105,14 @@ def _job_with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> JobCo
     return job_from_dict(data)
 
 
-def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobConfig:
-    """The checked job of tables that are already parsed; input paths are relative to `directory`.
+def job_from_dict(
+    data: Mapping[str, Any], *, directory: Path = Path(), is_recorded: bool = False
+) -> JobConfig:
+    """The checked job of tables that are already parsed.
+
+    Args:
+        directory: directory that input paths are relative to.
+        is_recorded: whether the job is one of the past, whose files need not be there.
 
     Raises:
         ConfigError: the same as in `load_job`.
@@ -117,6 +124,8 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
     if not job.checkpoint.copies and "copies" in tables.get("checkpoint", {}):
         job = replace(job, checkpoint=without_copies(job.checkpoint))  # The same.
     check_job(job)
+    if not is_recorded:
+        check_paths(job)
     output = absolute(job.checkpoint.directory)
     return replace(job, checkpoint=replace(job.checkpoint, directory=output))
 

@@ -360,7 +360,8 @@ def plan_job(
     """The job with its templates, its plans and their predictions.
 
     Args:
-        plan: plan to begin with; None: the planner's best one.
+        plan: plan to begin with; None: the planner's best one. It may have fewer nodes than f
+            needs, as that of a job that resumes.
         catalog: plans for all numbers of nodes that may be left; None: the planner's.
         start: checkpoint to go on from, and the first epoch.
         kinds: kinds of the nodes' machines; None: all nodes are processes of this one.
@@ -382,7 +383,8 @@ def plan_job(
         problem = problem_of(config, prepared.profile, processors=processors)
         check_size(problem, num_nodes)
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)
-        smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
+        is_given = manifest is not None or plan is not None
+        smaller = _smaller_problem(config, problem, num_nodes) if is_given else problem
         templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
         others = templates if plan is None else None
         if plan is None:

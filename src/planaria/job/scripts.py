@@ -21,8 +21,8 @@ def named_job(path: Path, overrides: list[str]) -> Job:
     """The job in a job file or script, with overrides applied."""
     if path.suffix != ".py":
         return Job.from_file(path, overrides=overrides)
+    directory = absolute_path(path).parent  # The script may change the current directory.
     job = _script_job(path)
-    directory = absolute_path(path).parent
     config = overridden_job(job.config, directory=directory, overrides=overrides)
     return Job(config, search_path=[*job.search_path, str(directory)])
 

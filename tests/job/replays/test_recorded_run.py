@@ -21,6 +21,7 @@ from planaria.job.planning import plan_job
 from planaria.job.replays.calibration import PlanSeconds
 from planaria.job.replays.recorded_run import read_run
 from planaria.observe.metrics import REPORT_VERSION
+from planaria.planner.templates import smallest_num_nodes
 from planaria.profiles.profile_json import encode_profile
 
 REPORT: dict[str, Any] = {
@@ -121,6 +122,32 @@ def whole_report() -> dict[str, Any]:
         )
     )
     return content
+
+
+def test_a_report_is_enough_where_the_files_of_its_job_are_gone(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """The profile is in the report; the job may have run on another machine."""
+    content = whole_report
+    content["job"]["model"]["profile"] = str(tmp_path / "gone.json")
+    content["job"]["checkpoint"]["directory"] = str(Path(__file__))  # A file.
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(content))
+
+    assert len(read_run(path, option="--replay").iterations) == 20
+
+
+def test_a_run_that_was_resumed_with_fewer_nodes_than_f_needs_is_read(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """It was planned with as many failures as its nodes tolerated."""
+    content = whole_report
+    content["job"]["resilience"]["failures_tolerated"] = 4
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(content))
+
+    planned = read_run(path, option="--replay").planned
+    assert len(planned.plan.nodes) == 4 < 5 * smallest_num_nodes(planned.problem)
 
 
 def test_an_iteration_that_took_no_time_says_nothing_of_the_others(

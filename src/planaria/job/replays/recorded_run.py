@@ -165,7 +165,7 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
     plans = _value(report["plans"], dict[int, Plan])
     profile = decode_profile(msgspec.json.encode(report["profile"]), source=name)
     first = _value(report["plan"], Plan)
-    config = job_from_dict(_value(report["job"], dict[str, Any]))
+    config = job_from_dict(_value(report["job"], dict[str, Any]), is_recorded=True)
     iterations = _value(report["iterations"], tuple[RecordedIteration, ...])
     events = _value(report["events"], tuple[EventRecord, ...])
     ledger = _value(report["ledger"], dict[str, float])
