@@ -128,7 +128,8 @@ class Chaos:
             ) as directory,
             _running_server(self._job, lines.append) as server,
         ):
-            place = _RunPlace(Path(directory), (server,), mark, lines)
+            search_path = self._job.search_path
+            place = _RunPlace(Path(directory), (server,), mark, lines, search_path)
             baseline, limits, config = self._baseline(place)
             number = 0
             while not number or time.monotonic() < end_s:
@@ -152,7 +153,7 @@ class Chaos:
         config = self._job.config
         if not config.model.profile:
             path = place.directory / "profile.json"
-            path.write_bytes(encode_profile(Job(config).profile(server=place.server)))
+            path.write_bytes(encode_profile(place.job(config).profile(server=place.server)))
             config = replace(config, model=replace(config.model, profile=str(path)))
         iterations_max = config.training.iterations
         config = _with_iterations(config, min(iterations_max, _PROBE_ITERATIONS))
@@ -189,16 +190,22 @@ class _RunPlace:
         servers: fork servers that are running; the last one forks the processes of a run.
         mark: NAME=VALUE in the environment of all processes of the runs.
         lines: newest lines that these processes printed.
+        search_path: directories in which modules that the job names are looked for first.
     """
 
     directory: Path
     servers: tuple[ForkServer, ...]
     mark: str
     lines: deque[str]
+    search_path: tuple[str, ...] = ()
 
     @property
     def server(self) -> ForkServer:
         return self.servers[-1]
+
+    def job(self, config: JobConfig) -> Job:
+        """A job with these settings that finds the user's modules."""
+        return Job(config, search_path=self.search_path)
 
 
 class _RunDisplay:
@@ -419,7 +426,7 @@ def _execute(
     result = None
     try:
         with bound():
-            result = Job(config).run(
+            result = bound.place.job(config).run(
                 resume=resume,
                 injections=tuple(parse_injection(spec) for spec in specs),
                 display=display,
@@ -470,7 +477,7 @@ def _violations_after_resume(
 
 
 def _train_baseline(config: JobConfig, place: _RunPlace, name: str) -> TrainingResult:
-    return Job(_saving_to(config, place.directory / name)).train(server=place.server)
+    return place.job(_saving_to(config, place.directory / name)).train(server=place.server)
 
 
 def _run_config(config: JobConfig, draw: Draw, directory: Path) -> JobConfig:
