@@ -410,7 +410,10 @@ def test_a_loss_that_is_no_number_ends_training_and_is_in_the_report() -> None:
 def test_a_profile_of_another_model_is_refused() -> None:
     """Planning with it would be planning for something else."""
     job = job_file(TINY)
-    assert command("profile", str(job), "-o", "tiny.json").exit_code == 0
+    # What the job names is not read: it is what this command writes.
+    words = ("profile", str(job), "--set", "model.profile=tiny.json", "-o", "tiny.json")
+    assert command(*words).exit_code == 0
+    assert_mistake(command("profile", str(PACED), "-o", "paced.json"), "has no layers to measure")
 
     for setting, part in (
         ("model.config.n_layer=3", "number of layers is 4 in the profile and 5 in the job"),

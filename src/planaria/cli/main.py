@@ -146,8 +146,9 @@ def profile(
 ) -> None:
     """Measures a job's layers and links on this machine."""
     check_writable("--output", output, job)
-    # The profile then serves jobs with every kind of activation checkpointing.
-    every_kind = ["training.activation_checkpointing=auto"]
-    measured = named_job(job, [*(settings or ()), *every_kind]).profile()
+    # The profile then serves jobs with every kind of activation checkpointing. The one that the job
+    # names may be an older one, or the one that is to be written.
+    measures_all = ["training.activation_checkpointing=auto", "model.profile="]
+    measured = named_job(job, [*(settings or ()), *measures_all]).profile()
     write("--output", output, encode_profile(measured))
     Console().print(f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}")

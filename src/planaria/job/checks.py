@@ -296,7 +296,9 @@ def _check_model(model: ModelConfig) -> None:
         _check_target("model.target", model.target, returned="the layers")
     elif not model.profile:
         raise ConfigError(
-            "model.profile", "", "must name a profile, because a paced model is made from one"
+            "model.profile",
+            "",
+            "must name a profile: a paced model is made from one, and has no layers to measure",
         )
 
 
