@@ -1,4 +1,4 @@
-"""examples/cluster.toml on 2 to 4 machines of Ray. `planaria launch --on ray` wrote this.
+"""cluster on 2 to 4 machines of Ray. `planaria launch --on ray` wrote this.
 
     ray job submit --no-wait -- env --chdir="$PWD" python cluster_ray.py
 

@@ -112,6 +112,33 @@ def test_options_of_kubernetes_are_in_the_manifest() -> None:
     assert pod["volumes"][1]["secret"]["secretName"] == "run-1-token"
 
 
+def test_names_that_yaml_takes_for_something_else_are_quoted() -> None:
+    """`on` is true, and 0x10 a number."""
+    words = ("--on", "kubernetes", "--image", "x", "--name", "on", "--volume", "0x10")
+    text = command(*COMMON, *words, "--namespace", "7", "--dry-run").output
+    documents = list(yaml.safe_load_all(text))
+    volumes = documents[-1]["spec"]["template"]["spec"]["volumes"]
+
+    assert {document["metadata"]["name"] for document in documents} == {"on"}
+    assert {document["metadata"]["namespace"] for document in documents} == {"7"}
+    assert volumes[0]["persistentVolumeClaim"] == {"claimName": "0x10"}
+
+
+def test_what_a_script_prints_is_no_part_of_the_file(tmp_path: Path) -> None:
+    """Its printing would be the first lines of a shell script."""
+    script = tmp_path / "trains.py"
+    script.write_text(
+        "import planaria\nprint('hello')\n"
+        "model = planaria.ModelConfig(kind='python', target='trains:layers')\n"
+        "job = planaria.Job(planaria.JobConfig(model=model))\n"
+    )
+    result = command("launch", str(script), "--nodes", "2", "--on", "slurm", "--dry-run")
+
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("#!")
+    assert "hello" not in result.stdout
+
+
 def test_a_pod_is_given_the_time_of_a_notice_and_more() -> None:
     """Kubernetes killed it after a minute, in the midst of a longer notice."""
     longer = ("--set", "cluster.notice_s=299.5")
@@ -186,6 +213,10 @@ def test_without_the_scheduler_nothing_is_written(
         (("--on", "slurm", "--name", "A_b"), ("--name", "lower-case")),
         (("--on", "slurm", "--nodes", "4:2"), ("--nodes", "MIN <= MAX")),
         (("--on", "slurm", "--set", "training.iteration=3"), ("training.iteration",)),
+        (("--on", "slurm", "--set", "name=a\nb"), ("--set", "without line ends")),
+        (("--on", "ray", "--domain", "rack\udcff"), ("--domain", "without line ends")),
+        (("--on", "slurm", "--domain", 'a"b'), ("--domain", "without quotes")),
+        (("--on", "ray", "--domain", "$(rack)"), ("--domain", "$NAME is a variable")),
     ],
 )
 def test_a_mistake_is_told_before_a_machine_is_asked_for(

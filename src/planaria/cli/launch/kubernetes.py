@@ -24,24 +24,24 @@ _MANIFEST: Final = AtTemplate("""\
 apiVersion: v1
 kind: Service
 metadata:
-  name: @{name}
+  name: @{own}
 @{namespace}spec:
   clusterIP: None  # The first pod, with the head, has the name @{name}-0.@{name}.
   publishNotReadyAddresses: true
   selector:
-    batch.kubernetes.io/job-name: @{name}
+    batch.kubernetes.io/job-name: @{own}
 ---
 # The head calls the pod of a machine that it has lost failed, so that the Job makes another, and
 # deletes it.
 apiVersion: v1
 kind: ServiceAccount
 metadata:
-  name: @{name}
+  name: @{own}
 @{namespace}---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: Role
 metadata:
-  name: @{name}
+  name: @{own}
 @{namespace}rules:
   - apiGroups: [""]
     resources: [pods]
@@ -53,19 +53,19 @@ metadata:
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
 metadata:
-  name: @{name}
+  name: @{own}
 @{namespace}roleRef:
   apiGroup: rbac.authorization.k8s.io
   kind: Role
-  name: @{name}
+  name: @{own}
 subjects:
   - kind: ServiceAccount
-    name: @{name}
+    name: @{own}
 ---
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: @{name}
+  name: @{own}
   labels: {app.kubernetes.io/managed-by: planaria}
 @{namespace}spec:
   completionMode: Indexed
@@ -101,13 +101,13 @@ metadata:
   template:
     metadata:
       labels:
-        app: @{name}
+        app: @{own}
       annotations:  # No autoscaler takes the machine away to need fewer of them.
         cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
         karpenter.sh/do-not-disrupt: "true"
     spec:
-      subdomain: @{name}
-      serviceAccountName: @{name}
+      subdomain: @{own}
+      serviceAccountName: @{own}
       restartPolicy: Never
       terminationGracePeriodSeconds: @{grace_s}  # More than cluster.notice_s, @{notice_s} s.
       tolerations:  # Of spot machines, which may be taken away.
@@ -121,7 +121,7 @@ metadata:
             - topologyKey: kubernetes.io/hostname
               labelSelector:
                 matchLabels:
-                  app: @{name}
+                  app: @{own}
       containers:
         - name: planaria
           image: @{image}
@@ -176,12 +176,13 @@ metadata:
             - {name: memory, mountPath: /dev/shm}
       volumes:
         - name: job
-          persistentVolumeClaim: {claimName: @{volume}}
+          persistentVolumeClaim: {claimName: @{volume_text}}
         - name: token
           secret: {secretName: @{name}-token, defaultMode: 0400}
         - name: memory
           emptyDir: {medium: Memory@{memory_limit}}
 """)
+_YAML_WORDS: Final = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 _GRACE_S_MIN: Final = 60
 _AFTER_NOTICE_S: Final = 30  # In which a node that has left in time ends its processes.
 _GPU_TOLERATION: Final = """\
@@ -222,8 +223,10 @@ def kubernetes_manifest(
         spare=high - low,
         image=json.dumps(image),  # Every JSON text is YAML.
         in_namespace=f" -n {namespace}" if namespace else "",
-        namespace=f"  namespace: {namespace}\n" if namespace else "",
+        namespace=f"  namespace: {_scalar(namespace)}\n" if namespace else "",
+        own=_scalar(request.name),
         volume=volume or request.name,
+        volume_text=_scalar(volume or request.name),
         gpu_toleration=_GPU_TOLERATION if num_devices else "",
         resources=_resources(requests=requests, limits=limits),
         memory_limit=f", sizeLimit: {memory}" if memory else "",
@@ -231,6 +234,13 @@ def kubernetes_manifest(
         notice_s=f"{request.notice_s:g}",
         command=shell_command(request, endpoint, token, "--operator kubernetes", indent=16),
     )
+
+
+def _scalar(text: str) -> str:
+    """A name as a text of YAML, which takes plain ones that look like a number or a truth value for
+    these."""
+    is_plain = text[0].isalpha() and text.lower() not in _YAML_WORDS
+    return text if is_plain else json.dumps(text)
 
 
 def _resources(**parts: Mapping[str, str]) -> str:

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -27,6 +29,7 @@ from planaria.job.scripts import named_job
 _TOOL_TIMEOUT_S: Final = 60.0
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
 _PLAIN: Final = re.compile(r"[-\w./:@=,+]+")
+_NO_DOMAIN: Final = re.compile(r"""["'`\\]|\$\(""")
 _USERS_OWN: Final = ("SLURM_CONF", "SLURM_CLUSTERS")  # Which Slurm is meant.
 _CPUS: Final = re.compile(r"[1-9][0-9]*")
 _MEMORY: Final = re.compile(r"[1-9][0-9]*([KMGTP]i|[kMGTP])")
@@ -171,9 +174,11 @@ def launch(
         interface=interface,
         settings=tuple(settings or ()),
     )
+    _check_texts(request)
     # In Kubernetes the volume has the job, and this machine may not.
     if on is not Scheduler.KUBERNETES or job.exists():
-        config = named_job(job, list(settings or ())).config
+        with redirect_stdout(sys.stderr):  # What a script prints is no part of the file.
+            config = named_job(job, list(settings or ())).config
         request = replace(request, notice_s=config.cluster.notice_s)
     submission = _submission(on, request, given)
     path = output or Path(submission.file)
@@ -202,6 +207,18 @@ def _check_options(on: Scheduler, given: SchedulerOptions) -> None:
         raise ConfigError("--image", "", "name an image in which planaria is installed")
     if on is Scheduler.SSH and not given.hosts:
         raise ConfigError("--hosts", "", "name a file with a machine in each line: HOST [DOMAIN]")
+
+
+def _check_texts(request: LaunchRequest) -> None:
+    """Refuses what would be no part of a word in the files of all schedulers."""
+    texts = [("JOB", request.job), ("--domain", request.domain)]
+    texts += [("--interface", request.interface), ("--token-file", request.token_file)]
+    for option, text in (*texts, *(("--set", setting) for setting in request.settings)):
+        if not text.isprintable():
+            raise ConfigError(option, text, "write it without line ends and what is no character")
+    if _NO_DOMAIN.search(request.domain):
+        remedy = "write it without quotes, backslashes and commands; $NAME is a variable"
+        raise ConfigError("--domain", request.domain, remedy)
 
 
 def _bounds(nodes: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from planaria.cli.launch.request import AtTemplate, LaunchRequest, options
 from planaria.cli.run_role import FIRST_PORT, NUM_PORTS
 
 _PROGRAM: Final = AtTemplate('''\
-"""@{job} on @{nodes} machines of Ray. `planaria launch --on ray` wrote this.
+"""@{name} on @{nodes} machines of Ray. `planaria launch --on ray` wrote this.
 
     ray job submit --no-wait -- env --chdir="$PWD" python @{file}
 
@@ -190,7 +190,7 @@ def ray_program(request: LaunchRequest, *, file: str) -> str:
         lines.append(f"    *({texts})," if len(words) > 1 else f"    {texts},")
     domain = f"os.path.expandvars({json.dumps(request.domain)})"
     return _PROGRAM.substitute(
-        job=request.job,
+        name=request.name,
         job_text=json.dumps(request.job),
         file=file,
         nodes=f"{low} to {high}" if low < high else high,
