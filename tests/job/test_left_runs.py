@@ -30,7 +30,7 @@ from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Start
 from planaria.core.job import JobConfig
-from planaria.core.machine_messages import JobOffered, NodeEnded
+from planaria.core.machine_messages import JobOffered, MachineFacts, MachineReady, NodeEnded
 from planaria.errors import ConfigError
 from planaria.job import on_machines, training_job
 from planaria.job.on_machines import LeftRun, find_left_run, kept_settings_text, take_up
@@ -38,6 +38,7 @@ from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place
 from planaria.nodes.head.process_events import restore_handlers
+from planaria.nodes.head.remote import machine_checks
 from planaria.nodes.head.remote.network_requests import ask_head
 from planaria.nodes.head.remote.run_record import (
     RUN_FILE,
@@ -47,6 +48,7 @@ from planaria.nodes.head.remote.run_record import (
     record_age_s,
 )
 from planaria.nodes.head.requests import TellStatus
+from planaria.nodes.input_files import PROSE_KEY
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("model.kind", "", "wrong")])
@@ -134,6 +136,30 @@ def test_a_head_that_waits_for_nodes_of_a_lost_one_writes_where_it_listens(
         assert take_up(head, left, resume=False, note=lambda _: None)
 
         assert marks == [HeadMark(addresses=(head.leader_sockets.address,))]
+
+
+def test_fresh_machines_must_have_the_files_by_which_the_run_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines that come back with nodes say nothing of theirs, so those of the first fresh one
+    counted."""
+    left = left_run(tmp_path)
+    digests = {PROSE_KEY: ("n1", "this")}
+    left = replace(left, record=msgspec.structs.replace(left.record, digests=digests))
+    facts = MachineFacts(name="fresh", host="10.0.0.9")
+    monkeypatch.setattr(machine_checks, "check_answer", lambda *_: None)
+    with open_left_head(tmp_path) as (head, runner), head:
+
+        async def wait_living(*_: object, **__: object) -> bool:
+            checks.forget("n1")
+            return True
+
+        checks = head.machines.checks
+        monkeypatch.setattr(head.machines, "wait_living", wait_living)
+        assert take_up(head, left, resume=False, note=lambda _: None)
+        ready = MachineReady(run=RUN, answer="", digests={PROSE_KEY: "another"})
+
+        assert "differs from that of n1" in runner.run(checks.problem("fresh", facts, ready))
 
 
 @pytest.mark.parametrize("resume", [False, True])

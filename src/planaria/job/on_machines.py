@@ -196,6 +196,9 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str]
             else ""
         )
     )
+    # Machines with nodes give no digests, and fresh ones may come before them.
+    checks = head.machines.checks
+    checks.digests, checks.is_planned = dict(left.record.digests), True
     if run := left.record.parts:
         head.runner.run(call_nodes(head, left.record.job, run=run))
     nodes = nodes_that_may_live(left.record, left.directory, note=note)
@@ -209,6 +212,7 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str]
             f"which were waited for up to {timeout_s:.0f} s; go on from the newest save with "
             "--resume"
         )
+    checks.digests, checks.is_planned = {}, False
     head.begin_run(secrets.token_hex(8))
     return False
 
@@ -400,6 +404,7 @@ def new_run(
         resumed=start.manifest,
         epoch=start.epoch,
         parts=parts,
+        digests=head.machines.checks.digests,
     )
 
 

@@ -32,6 +32,7 @@ class MachineChecks:
         mark: mark of the head.
         is_planned: whether the job is planned, by the files that count then to its end.
         memory_bytes_min: memory for which the job is planned, of each machine; 0: any will do.
+        digests: who gave the digest that counts, and that digest, by key of the files.
     """
 
     def __init__(
@@ -46,8 +47,7 @@ class MachineChecks:
         self._cache = Path(cache_directory)
         self._note = note
         self._reading: asyncio.Task[None] | None = None
-        # The machine that gave the digest that counts, and that digest, by key.
-        self._digests: dict[str, tuple[str, str]] = {}
+        self.digests: dict[str, tuple[str, str]] = {}
 
     async def problem(self, machine: str, facts: MachineFacts, ready: MachineReady) -> str:
         """Why a machine cannot take part, and what to do; "": it can.
@@ -72,7 +72,7 @@ class MachineChecks:
             self._reading = asyncio.create_task(self._read_own())
         await asyncio.shield(self._reading)
         for key, digest in ready.digests.items():
-            other, expected = self._digests.setdefault(key, (machine, digest))
+            other, expected = self.digests.setdefault(key, (machine, digest))
             if digest != expected:
                 return self._difference(key, (machine, digest), (other, expected))
         self._compare_with_first(machine, facts)
@@ -84,8 +84,8 @@ class MachineChecks:
         Those by which the job is planned count to its end.
         """
         if not self.is_planned:
-            kept = {key: said for key, said in self._digests.items() if said[0] != machine}
-            self._digests = kept
+            kept = {key: said for key, said in self.digests.items() if said[0] != machine}
+            self.digests = kept
 
     def _compare_with_first(self, machine: str, facts: MachineFacts) -> None:
         """Warns once of each fact that makes the bits of machines differ."""
@@ -126,7 +126,8 @@ class MachineChecks:
             except ConfigError as error:
                 logger.info("the first machine's files count: %s", error)
             else:
-                self._digests[key] = ("the head", digest)
+                # Of a run that is taken up, those count by which it was planned.
+                self.digests.setdefault(key, ("the head", digest))
 
     def _difference(self, key: str, here: tuple[str, str], there: tuple[str, str]) -> str:
         (machine, digest), (other, expected) = here, there

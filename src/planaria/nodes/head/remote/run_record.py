@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +45,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         resumed: checkpoint from which the run began; None: it began anew.
         epoch: first epoch of the run.
         parts: the field of this name in NodeSpec.
+        digests: the attribute of this name of MachineChecks, when the run began.
     """
 
     run: str
@@ -52,6 +54,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     resumed: Manifest | None
     epoch: int = 0
     parts: str = ""
+    digests: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)
 
 
 def write_run(directory: Path, record: RunRecord) -> None:
