@@ -15,10 +15,11 @@ The parts 2 to 4 can be switched off.
 Source: ReCycle (SOSP '24), adaptive pipelining, decoupled backward propagation, staggered optimizer
 and failure normalization.
 Differs: no integer program orders the actions; they run in the order of 1F1B around the empty
-places, with split backwards where that is faster and memory allows. Without losses the job runs
-1F1B, as there is no overhead then, and losses never make it faster. The place at which the next
-node lacks least is chosen one by one, which is exact for the stage that takes longest. The paper
-prints no seconds for a loss: those of `[costs]` are taken. With no node to fill an empty place, and
+places, with split backwards where that is faster and memory allows. What the paper runs while
+nothing is lost is not known here: the parts 2 and 3 are taken to help then, too. The pipelines are
+those that are the fastest with 1F1B. The place at which the next node lacks least is chosen one by
+one, which is exact for the stage that takes longest. The paper prints no seconds for a loss: those
+of `[costs]` are taken. With no node to fill an empty place, and
 nodes waiting for whom larger pipelines would be faster, the job saves and starts anew with those;
 the paper's jobs have a fixed number of places. Plans of more than 16,384 hops are not simulated:
 an iteration is longer by what the busiest stage gets.
@@ -95,7 +96,7 @@ class _Rerouting:
             fewer, around_s = self._fastest(len(job.members)), inf
             if max(self._num_lost) < self._pipelines.num_pipelines:
                 around_s = self._times.iteration_s(self._num_lost)
-            if fewer is not None and fewer.iteration_s < around_s:
+            if fewer is not None and self._times_for(fewer).without_losses_s < around_s:
                 self._place(fewer, sorted(job.members))
             elif around_s == inf:
                 self._has_started = False
@@ -137,7 +138,7 @@ class _Rerouting:
             larger = self._fastest(len(job.members))
             assert larger is not None
             present_s = self._times.iteration_s(self._num_lost)
-            if larger.iteration_s < present_s * (1.0 - _GAIN_MIN):
+            if self._times_for(larger).without_losses_s < present_s * (1.0 - _GAIN_MIN):
                 job.interrupt(now_s)
                 job.end()
                 # Until it is complete, the nodes have in memory what is saved.
@@ -215,21 +216,24 @@ class _Rerouting:
         return fastest_equal_pipelines(self._setting, num_nodes, min_pipelines=_PIPELINES_MIN)
 
     def _place(self, pipelines: EqualPipelines, nodes: range | list[int]) -> None:
-        setting, system = self._setting, self._system
+        setting = self._setting
         self._pipelines = pipelines
         self._places = Places(pipelines.num_places, nodes)
         self._has_started = True
-        if pipelines not in self._times_of:
-            self._times_of[pipelines] = ReroutedTimes(
-                setting,
-                pipelines,
-                decouples=system.decouples_backward,
-                staggers=system.staggers_optimizer,
-            )
-        self._times = self._times_of[pipelines]
+        self._times = self._times_for(pipelines)
         self._place_bytes = max(bytes_by_place(setting, pipelines.plan(setting)))
         link = setting.catalog.problem.profile.links["inter_node"]
         self._fetch_s = link.seconds(self._place_bytes)
+
+    def _times_for(self, pipelines: EqualPipelines) -> ReroutedTimes:
+        if pipelines not in self._times_of:
+            self._times_of[pipelines] = ReroutedTimes(
+                self._setting,
+                pipelines,
+                decouples=self._system.decouples_backward,
+                staggers=self._system.staggers_optimizer,
+            )
+        return self._times_of[pipelines]
 
     def _train(self, job: ModelledJob, now_s: float) -> None:
         pace = Pace(

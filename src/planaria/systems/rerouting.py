@@ -22,7 +22,8 @@ class ReroutedTimes:
 
     The microbatches of a pipeline that lacks a node go to the nodes at the same position of the
     other pipelines, in turn, and stay in their pipeline otherwise. The schedule of that is
-    simulated, and its time kept by the numbers of lost nodes.
+    simulated, also while no node is lost, and its time kept by the numbers of lost nodes. Plans of
+    more than `HOPS_MAX` hops are not simulated: without losses they take what 1F1B takes.
 
     Args:
         decouples: whether the gradients of weights may be computed later, where that is faster and
@@ -57,11 +58,14 @@ class ReroutedTimes:
             num_lost: number of lost nodes at each position of a pipeline.
         """
         key = tuple(num_lost)
-        if not any(key):
-            return self._pipelines.iteration_s
         if key not in self._known:
             self._known[key] = self._measure(key)
         return self._known[key]
+
+    @property
+    def without_losses_s(self) -> float:
+        """Seconds of an iteration while no node is lost."""
+        return self.iteration_s((0,) * self._pipelines.depth)
 
     def _measure(self, num_lost: tuple[int, ...]) -> float:
         pipelines = self._pipelines
@@ -69,12 +73,11 @@ class ReroutedTimes:
             return inf
         if len(self._plan.routes) * len(pipelines.template.stages) > HOPS_MAX:
             return pipelines.iteration_s + self._more_s(num_lost)
-        priced = price_plan(self._problem, self._rerouted_plan(num_lost))
-        if priced is None:
-            return inf
-        period_s = self._period_s(priced) if self._staggers else priced.iteration_s
-        # Lost nodes make no job faster: what rerouted schedules may do would help without losses.
-        return max(period_s, pipelines.iteration_s)
+        plan = self._rerouted_plan(num_lost) if any(num_lost) else self._plan
+        priced = price_plan(self._problem, plan)
+        if priced is None:  # Templates have memory for the 1F1B of their own microbatches.
+            return inf if any(num_lost) else pipelines.iteration_s
+        return self._period_s(priced) if self._staggers else priced.iteration_s
 
     def _more_s(self, num_lost: tuple[int, ...]) -> float:
         """Seconds of the microbatches that the nodes of the busiest position get in addition."""
