@@ -110,6 +110,19 @@ def test_a_clear_winner_is_named_with_its_gain() -> None:
     assert "tell it apart" not in said
 
 
+def test_what_split_backwards_give_is_said_and_has_a_row() -> None:
+    """The other systems of the table have whole ones; so it is no neighbour of the advice."""
+    given = {replace(LEADER, whole_backwards=True): Interval(0.12, 0.10, 0.14)}
+    words = text(given)
+
+    said = flat(words)
+    assert "12.0% (10.0% to 14.0%) more than policy reinstantiate with whole backwards, as" in said
+    assert sum(line.startswith(" whole backwards ") for line in words.splitlines()) == 1
+    assert "The number of spares could not be varied." in said
+    content = advice_json(recommendation(given))
+    assert [choice["whole_backwards"] for choice in content["choices"]] == [False, True]
+
+
 def test_a_difference_within_the_noise_makes_no_winner() -> None:
     """The first sentence says so."""
     said = flat(text({MORPH: Interval(0.02, -0.01, 0.05), SPARE: Interval(0.0, -0.1, 0.1)}))

@@ -2,18 +2,21 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from helpers.system_runs import committed_at, free_iteration_s, setting_with
+from planaria.job.scenario_file import scenario_from_tables
 from planaria.observe.ledger import Category
-from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
+from planaria.planner.reroute.reroutes import price_plan, simulated_s, with_split_backwards
 from planaria.systems.equal_pipelines import EqualPipelines, fastest_equal_pipelines
 from planaria.systems.modelled_job import ModelledJob
 from planaria.systems.recycle import ReCycle
 from planaria.systems.rerouting import ReroutedTimes
 from planaria.systems.system import Setting
 
+ROOT = Path(__file__).parents[2]
 PLAIN = ReCycle(decouples_backward=False, staggers_optimizer=False, normalises=False)
 
 
@@ -44,6 +47,21 @@ def test_decoupled_backwards_help_without_losses_too(staggers: bool) -> None:
 
     assert split_s < 0.95 * pipelines.iteration_s
     assert free_iteration_s(system, setting) <= split_s * (1.0 + 1e-3)
+
+
+def test_the_page_says_what_split_backwards_give() -> None:
+    """Of one plan, with the sums of the default."""
+    tables = {"cluster": {"nodes": 16, "profile": "gpt3-6.7b"}}
+    setting = scenario_from_tables(tables, name="page").setting
+    priced = price_plan(setting.catalog.problem, setting.catalog.plans[16])
+    page = " ".join((ROOT / "docs" / "SIMULATE.md").read_text("utf-8").split())
+
+    assert priced is not None
+    assert priced.plan.splits_backward
+    assert (
+        f"of `gpt3-6.7b` on 16 nodes takes {setting.failure_free_s:.2f} s an iteration with whole "
+        f"backwards, {priced.iteration_s:.2f} s with split ones."
+    ) in page
 
 
 def test_losses_make_no_job_faster() -> None:

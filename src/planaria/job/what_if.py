@@ -143,6 +143,9 @@ class Grounds:
         if choice.policy:
             self._check_shadows(choice.policy, key, setting)
             job = replace(job, resilience=replace(job.resilience, policy=choice.policy))
+        if choice.whole_backwards:
+            problem = replace(setting.catalog.problem, splits_backward=False)
+            setting = replace(setting, catalog=replace(setting.catalog, problem=problem))
         every = max(1, round(60.0 * choice.save_min / setting.failure_free_s))
         checkpoint = replace(job.checkpoint, persist_every=every, copies=choice.copies)
         return replace(setting, job=replace(job, checkpoint=checkpoint))

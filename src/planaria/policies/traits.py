@@ -17,6 +17,7 @@ class PolicyTraits:
         can_look_ahead: whether its answers can be searched for before a loss happens.
         can_improve: whether a better plan may replace its answer to a loss at a later commit.
         has_shadows: whether ranks hold shadow layers, from the start of the job.
+        splits_backwards: whether its plans may have split backwards.
         goes_back: whether all ranks go back to a save after each loss, even if all layers live.
     """
 
@@ -24,17 +25,20 @@ class PolicyTraits:
     can_look_ahead: bool = False
     can_improve: bool = False
     has_shadows: bool = False
+    splits_backwards: bool = False
     goes_back: bool = False
 
 
 TRAITS: Final[Mapping[PolicyName, PolicyTraits]] = MappingProxyType(
     {
-        "absorb": PolicyTraits(has_shadows=True),
-        "adaptive": PolicyTraits(is_choice=True, can_look_ahead=True, can_improve=True),
+        "absorb": PolicyTraits(has_shadows=True, splits_backwards=True),
+        "adaptive": PolicyTraits(
+            is_choice=True, can_look_ahead=True, can_improve=True, splits_backwards=True
+        ),
         "morph": PolicyTraits(goes_back=True),
         "reinstantiate": PolicyTraits(),
-        "reroute": PolicyTraits(can_look_ahead=True),
-        "repartition": PolicyTraits(can_look_ahead=True, can_improve=True),
+        "reroute": PolicyTraits(can_look_ahead=True, splits_backwards=True),
+        "repartition": PolicyTraits(can_look_ahead=True, can_improve=True, splits_backwards=True),
         "rollback": PolicyTraits(),
     }
 )

@@ -5,6 +5,7 @@ called none that the seeds show.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from statistics import fmean
 from typing import Any, Final
@@ -137,6 +138,10 @@ def _reasons_why(answer: Recommendation) -> Iterable[str]:
             spares = f" with {count_text(best.num_spares, 'spare')}" if best.num_spares else ""
             every = f"saving every {best.save_min} min"
             yield _gain_text(advice, best, f"{name}{spares}, {every}")
+    whole = replace(leader, whole_backwards=True)
+    if whole in advice.gains:
+        name = f"policy {leader.policy} with whole backwards, as under torchrun"
+        yield _gain_text(advice, whole, name)
     for axis, words in _AXES.items():
         yield _axis_text(advice, axis, words)
     yield from _spares_text(answer)
@@ -219,7 +224,8 @@ def _neighbours(advice: Advice, axis: str) -> list[Choice]:
     """The choices that differ from the advised one in this respect alone."""
 
     def rest(choice: Choice) -> list[Any]:
-        return [choice.policy, *(getattr(choice, other) for other in _AXES if other != axis)]
+        others = (getattr(choice, other) for other in _AXES if other != axis)
+        return [choice.policy, choice.whole_backwards, *others]
 
     leader = advice.leader
     return [
@@ -312,11 +318,17 @@ def _rows(advice: Advice) -> Iterable[tuple[str, Choice]]:
         for choice in neighbours:
             if len(same) < 2 or choice not in same:
                 yield _value_text(axis, getattr(choice, axis)), choice
+    whole = replace(leader, whole_backwards=True)
+    if whole in advice.gains:
+        shown.add(whole)
+        yield "whole backwards", whole
     others = [choice for choice in advice.gains if choice not in shown]
     for choice in sorted(others, key=lambda c: -_goodput(advice.outcomes[c])):
         spares = f", {count_text(choice.num_spares, 'spare')}" if choice.num_spares else ""
         if choice.policy:
-            yield f"policy {choice.policy}, f = {choice.failures_tolerated}{spares}", choice
+            whole_text = ", whole backwards" if choice.whole_backwards else ""
+            label = f"policy {choice.policy}, f = {choice.failures_tolerated}{spares}{whole_text}"
+            yield label, choice
         else:
             name = "torchrun" if choice.system == "restart" else "torchrun, static"
             yield f"{name}{spares}, {choice.save_min} min", choice
@@ -421,6 +433,7 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
         "system": choice.system,
         "policy": choice.policy or None,
         **{axis: getattr(choice, axis) for axis in _AXES},
+        "whole_backwards": choice.whole_backwards if choice.policy else None,
     }
 
 

@@ -141,6 +141,45 @@ def test_no_seed_that_chose_the_advice_measures_it(monkeypatch: pytest.MonkeyPat
         assert [outcome.seed for outcome in outcomes] == [7, 8, 9]
 
 
+def test_what_split_backwards_give_is_measured_and_never_advised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of policies that may split them, also where whole ones are better; no key has them whole."""
+
+    def play_group(_: object, trials: Sequence[Any]) -> list[tuple[JobOutcome, ...]]:
+        return [tuple(played(trial.choice, seed) for seed in trial.seeds) for trial in trials]
+
+    def played(choice: Choice, seed: int) -> JobOutcome:
+        samples = 2000 if choice.whole_backwards else 1500 if choice.policy == leading else 1000
+        return replace(an_outcome, seed=seed, samples=samples)
+
+    an_outcome = play(small(), Restart(), 0)
+    monkeypatch.setattr(advice_module, "_play_group", play_group)
+    for leading in ("reinstantiate", "repartition"):
+        policies = ("reinstantiate", "repartition")
+        advice = answer_to(question(0.5, policies=policies)).advice
+
+        whole = [choice for choice in advice.gains if choice.whole_backwards]
+        assert advice.leader.policy == leading
+        assert not advice.leader.whole_backwards
+        expected = [replace(advice.leader, whole_backwards=True)]
+        assert whole == (expected if leading == "repartition" else [])
+
+
+def test_a_policy_with_whole_backwards_finds_no_faster_plan_for_the_same_nodes() -> None:
+    """On equal nodes to which nothing happens; with split ones it finds one."""
+    asked = question(0.0, model="gpt3-2.7b", nodes=4, policies=("repartition",), hours=1.0)
+    grounds = Grounds(asked)
+    choice = Choice(system="planaria", policy="repartition", failures_tolerated=1)
+    rates = []
+    for whole in (False, True):
+        setting = grounds.setting(replace(choice, whole_backwards=whole))
+        of = replace(grounds.scenario(1), setting=setting)
+        rates.append(play(of, PlanariaSystem(), 0).samples)
+
+    assert rates[0] > 1.05 * rates[1]
+
+
 def spares_pay_by(
     samples_of: Callable[[Choice, int], int], patch: pytest.MonkeyPatch
 ) -> SparesPay | None:

@@ -27,6 +27,7 @@ from typing import Final, Literal
 from planaria.coordinator.job_rules import Rules
 from planaria.core.job import PolicyName
 from planaria.errors import ConfigError
+from planaria.policies.traits import TRAITS
 from planaria.simulator.economics.compare import (
     LEVEL,
     ClusterScenario,
@@ -67,6 +68,8 @@ class Choice:
         num_spares: number of nodes of the cluster that wait to take the places of lost ones.
         save_min: minutes from one save to the next.
         copies: number of copies of each layer in memory; 0: none.
+        whole_backwards: whether the policy is kept from splitting backwards, which tells what they
+            give; never advised.
     """
 
     system: SystemName
@@ -75,6 +78,13 @@ class Choice:
     num_spares: int = 0
     save_min: int = SAVE_MIN
     copies: int = 0
+    whole_backwards: bool = False
+
+    @property
+    def answers_key(self) -> tuple[object, ...]:
+        """A key that is the same for choices that share the answers of their policy."""
+        shared = self.system, self.policy, self.failures_tolerated, self.num_spares
+        return *shared, self.whole_backwards
 
     @property
     def plainness(self) -> tuple[float, ...]:
@@ -167,8 +177,9 @@ class Trials:
             known = self._outcomes.setdefault(choice, {})
             missing = tuple(seed for seed in seeds if seed not in known)
             if missing:
-                key = (choice.system, choice.policy, choice.failures_tolerated, choice.num_spares)
-                groups.setdefault(key, []).append(_Trial(choice, self._setting_of(choice), missing))
+                groups.setdefault(choice.answers_key, []).append(
+                    _Trial(choice, self._setting_of(choice), missing)
+                )
         tasks = list(groups.values())
         results = spread(partial(_play_group, self._scenario), tasks, self._num_processes)
         self._watch(stage, 0, len(tasks))
@@ -291,7 +302,7 @@ def advice(
         measured = trials.play("measuring", rivals, measuring)
         gains = _gains(leader, measured, trials, measuring)
         better = [c for c, gain in gains.items() if gain and gain.high and gain.high < -CLOSE]
-        better = [choice for choice in better if choice.policy]
+        better = [choice for choice in better if choice.policy and not choice.whole_backwards]
         if not (better and rounds_left):
             break
         leader = trials.best(better, measuring)
@@ -376,12 +387,14 @@ def _policy_rivals(
 
 
 def _neighbours(space: Space, leader: Choice) -> list[Choice]:
-    """What differs from the leader in f, spares, saves or copies alone."""
+    """What differs from the leader in f, spares, saves, copies or whole backwards alone."""
+    splits_backwards = leader.policy and TRAITS[leader.policy].splits_backwards
     return [
         *(replace(leader, failures_tolerated=f) for f in space.failures_tolerated),
         *(replace(leader, num_spares=number) for number in space.num_spares),
         *(replace(leader, save_min=save_min) for save_min in space.save_min),
         *(replace(leader, copies=copies) for copies in space.copies),
+        *([replace(leader, whole_backwards=True)] if splits_backwards else []),
     ]
 
 
