@@ -119,8 +119,8 @@ _OUT_OF_DATE: Final = (
     "Its tables of systems on traces were computed before some changes to the compared systems, "
     "and are to be computed anew: what Varuna and Oobleck take and how often Varuna saves, the "
     "most that HighFreq stands still, the last call of torchrun, what is paid for starts and for "
-    "losses during them, nodes that are missing at the start of a trace, and the split backwards "
-    "of ReCycle without losses."
+    "losses during them, nodes that are missing at the start of a trace, the split backwards of "
+    "ReCycle without losses, and what torchrun saves."
 )
 
 

@@ -226,6 +226,20 @@ def test_torchrun_goes_back_to_its_save_when_nodes_go_and_when_they_come() -> No
     assert twice.num_restarts == 2
 
 
+def test_replicas_share_a_save_under_torchrun() -> None:
+    """As torch.distributed.checkpoint has it; each wrote all that it held."""
+    setting = replace(small(**{"checkpoint.persist_every": 10}).setting, costs=FREE)
+    grid = fastest_equal_pipelines(setting, 6)
+    assert grid is not None
+    share_bytes = setting.node_bytes([grid.template]) / grid.num_pipelines
+    costs = replace(FREE, save_bytes_per_s=share_bytes / 30.0)
+    job = Restart().begin(replace(setting, costs=costs))
+    job.run_until(2000.0)
+
+    assert grid.num_pipelines > 1
+    assert 10 * (job.iteration_s - grid.iteration_s) == pytest.approx(30.0)
+
+
 def test_torchrun_waits_for_late_comers_only_while_some_may_come() -> None:
     """With as many nodes as there may be, and with a fixed number of them, the rendezvous is over
     at once."""

@@ -1,7 +1,8 @@
 """Restart from a checkpoint, as torchrun does it: whatever changes, all processes start anew.
 
 The pipelines keep the depth that is the fastest on all nodes; there are as many of them as nodes
-allow, and the rest of the nodes idle. Each save keeps all ranks waiting while they write. A lost
+allow, and the rest of the nodes idle. Each save keeps all ranks waiting while they write; what
+several pipelines hold is shared out among them, as evenly as their bytes allow. A lost
 node is noticed when it has sent no keep-alive for long enough; then the rendezvous waits for late
 comers, if more nodes may come, processes start, and load the newest save. A node that comes back
 restarts the job likewise, and the work since the newest save is done again.
@@ -11,7 +12,8 @@ take the places of lost ones, and once they are used up it waits until a node is
 
 Source: torch.distributed.elastic, rendezvous/dynamic_rendezvous.py of torch 2: `last_call` is 30 s,
 which a rendezvous of `max_nodes` does not wait for; keep_alive_interval is 5 s and
-keep_alive_max_attempt 3. The start of processes is `costs.restart_s`.
+keep_alive_max_attempt 3. The start of processes is `costs.restart_s`. torch.distributed.checkpoint,
+_dedup_save_plans.py: of what ranks hold twice the one with the least to write so far writes it.
 Differs: the stalls of saves are spread over all iterations.
 """
 
@@ -124,7 +126,8 @@ class _Rendezvous:
             grid = pipelines_of_depth(setting, len(nodes), self._depth)
         self._in_job = frozenset(nodes if grid else ())
         if grid is not None:
-            save_s = setting.node_bytes([grid.template]) / setting.costs.save_bytes_per_s
+            share_bytes = setting.node_bytes([grid.template]) / grid.num_pipelines
+            save_s = share_bytes / setting.costs.save_bytes_per_s
             stall_s = save_s / every if every else 0.0
             job.train_at(grid.pace(nodes, stall_s=stall_s), now_s)
         return grid
