@@ -173,7 +173,7 @@ def scenario_from_tables(
         setting=setting,
         failures=failure_source(
             failures,
-            num_nodes=cluster.nodes,
+            num_nodes=setting.num_machines,
             devices_per_node=cluster.devices_per_node,
             directory=directory,
         ),

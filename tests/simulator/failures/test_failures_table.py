@@ -1,5 +1,6 @@
 """The table [failures] of a scenario: what it builds, and what it refuses."""
 
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.job.scenario_file import load_scenario
+from planaria.job.scenario_file import load_scenario, scenario_from_tables
 from planaria.profiles.shipped import shipped_path
 from planaria.simulator.failures.failures_table import FailuresConfig, failure_source
 from planaria.simulator.failures.occurrences import (
@@ -147,6 +148,29 @@ def test_a_sweep_of_one_key_leaves_other_losses_as_they_were(
     before = times_of_losses()
     hidden = before - times_of_losses(**keys)  # Of nodes that are away anyway.
     assert len(hidden) < 0.3 * len(before)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"domain_nodes": 2, "per_domain_hour": 0.5},
+        {"kind": "bursts", "per_node_hour": 0.5, "burst_nodes": 3.0, "domain_nodes": 4},
+        {"domains": ((6, 9), (7, 8)), "per_domain_hour": 0.5, "per_node_hour": 0.1},
+    ],
+)
+def test_standby_nodes_are_in_domains_too(keys: dict[str, Any]) -> None:
+    """Domains of the nodes at work alone never lost one, and naming one was refused."""
+    cluster = {"nodes": 8, "profile": "gpt2"}
+    tables = {"cluster": cluster, "job": {"cluster": {"standby": 4}}, "failures": keys}
+    source = scenario_from_tables(tables, name="standby").failures
+    stream = source.occurrences(12, horizon_s=100 * HOUR_S, rng=Random(0))
+    lost = Counter(
+        node for item in stream if item.kind is OccurrenceKind.LOST for node in item.nodes
+    )
+
+    least, most = min(lost[node] for node in range(12)), max(lost.values())
+    assert least > 0
+    assert "domains" in keys or most < 2 * least
 
 
 def test_a_trace_gets_the_notice_that_it_does_not_hold() -> None:
