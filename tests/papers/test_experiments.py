@@ -60,6 +60,10 @@ def test_the_page_has_the_counts_that_the_command_prints() -> None:
             own = [row for row in rows_of(name) if row.is_own]
             assert int(num_own) == len(own), name
             assert int(num_own_back) == sum(row.has_come_back for row in own), name
+    totals = [sum(map(int, column)) for column in list(zip(*table, strict=True))[2:]]
+    sentence = r"Of (\d+) rows that could come back (\d+) do; of the (\d+) of their own (\d+) do"
+    (said,) = re.findall(sentence, " ".join(PAGE.read_text().split()))
+    assert totals == list(map(int, said))
 
 
 @pytest.mark.parametrize(

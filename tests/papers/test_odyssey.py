@@ -37,13 +37,18 @@ def test_the_numbers_of_the_text_agree_with_each_other() -> None:
     assert transfers[16, "recovery saved, percent"].has_come_back
 
 
-def test_a_third_of_the_transfer_is_saved_at_16_layers() -> None:
-    """32.35% as printed; ours is 33.33%."""
-    row = rows("odyssey-figure-10")[16, "busiest link's time saved, percent"]
+def test_what_is_saved_of_a_transfer_at_16_layers_does_not_count_as_back() -> None:
+    """32.35% as printed, and 33.33% here; but with 4 and 8 layers, where the paper sees no
+    significant gain, as much and more is saved here."""
+    table = rows("odyssey-figure-10")
+    of_layers = {n: table[n, "busiest link's time saved, percent"] for n in (4, 8, 16)}
 
-    assert row.published == 32.35
-    assert row.ours == pytest.approx(33.33, abs=0.01)
-    assert row.has_come_back
+    assert of_layers[16].published == 32.35
+    assert of_layers[16].ours == pytest.approx(33.33, abs=0.01)
+    assert all((of_layers[n].ours or 0.0) >= 33.3 for n in (4, 8))
+    assert not of_layers[16].has_come_back
+    for num_blocks in (4, 8):
+        assert "does not yield significant performance improvements" in of_layers[num_blocks].note
 
 
 def test_nothing_is_gained_over_oobleck_unless_its_transitions_take_minutes() -> None:
