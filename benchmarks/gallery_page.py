@@ -120,7 +120,7 @@ _OUT_OF_DATE: Final = (
     "and are to be computed anew: what Varuna and Oobleck take and how often Varuna saves, the "
     "most that HighFreq stands still, the last call of torchrun, what is paid for starts and for "
     "losses during them, nodes that are missing at the start of a trace, the split backwards of "
-    "ReCycle without losses, and what torchrun saves."
+    "ReCycle without losses, what torchrun saves, and saves that take longer than their interval."
 )
 
 
@@ -147,12 +147,13 @@ def _introduction(lines: Sequence[Line], gallery: Gallery) -> str:
         "Goodput is in percent of what the job's first plan, on all nodes, trains without a "
         "failure, by the estimator. That plan has whole backwards, as all plans of the other "
         "systems but ReCycle. With split ones, whose gradients of weights fill bubbles, an "
-        f"iteration may be shorter, so a system can have more than 100: the policy "
+        "iteration may be shorter, so a system can have more than 100: the policy "
         f"{DEFAULT_POLICY} looks for such a plan while nothing fails, which is most of its lead "
         "over the others where failures are rare. A difference is in points of that, seed by "
-        "seed, with its 95% interval by Student's t. Each interval holds for itself: of 100 differences that are none, about five "
-        f"leave 0 out by chance. `{PLANARIAS[0]}` has the default policy, {DEFAULT_POLICY}; "
-        f"`{PLANARIAS[1]}` has the policy that answers as Oobleck does, with whole backwards."
+        "seed, with its 95% interval by Student's t. Each interval holds for itself: of 100 "
+        f"differences that are none, about five leave 0 out by chance. `{PLANARIAS[0]}` has the "
+        f"default policy, {DEFAULT_POLICY}; `{PLANARIAS[1]}` has the policy that "
+        "answers as Oobleck does, with whole backwards."
     )
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from math import ceil, floor, inf
+from math import floor, inf
 from typing import Protocol
 
 from planaria.core.plan import Plan
 from planaria.observe.ledger import Category
 from planaria.systems.account import Account
+from planaria.systems.save_times import Pending, saves_after
 from planaria.systems.system import Setting
 
 Phase = tuple[Category, float]  # What the job does while it does not train, and the seconds.
@@ -44,8 +45,8 @@ class Pace:
 class StoredSaves:
     """The saves of a job in storage that all nodes reach, of which the newest complete one counts.
 
-    A save is begun after each `every` iterations; 0: never. One that is being written when nodes
-    are lost is lost, too.
+    A save is due after each `every` iterations, 0: never, and is begun unless one is being written
+    (save_times.py). One that is being written when nodes are lost is lost, too.
 
     Attributes:
         write_s: seconds from the commit that a save is of until it is complete.
@@ -54,22 +55,21 @@ class StoredSaves:
 
     def __init__(self, *, every: int, write_s: float) -> None:
         self.every, self.write_s, self.newest = every, write_s, 0
-        self._pending: tuple[float, int] | None = None  # (time when it is complete, iterations)
+        self._pending: Pending | None = None
 
     def on_commits(self, number: int, num_committed: int, now_s: float, *, pace_s: float) -> None:
         """Begins and completes saves, after iterations of `pace_s` seconds, the last of which ends
         now."""
-        self.complete_by(now_s)
-        if not self.every:
-            return
-        begun = num_committed // self.every * self.every
-        if begun <= num_committed - number:
-            return
-        complete = (num_committed - ceil(self.write_s / pace_s)) // self.every * self.every
-        if complete > num_committed - number:
-            self.newest = max(self.newest, complete)
-        if begun > complete:
-            self._pending = (now_s - (num_committed - begun) * pace_s + self.write_s, begun)
+        complete, self._pending = saves_after(
+            number,
+            num_committed,
+            now_s,
+            pace_s=pace_s,
+            every=self.every,
+            write_s=self.write_s,
+            pending=self._pending,
+        )
+        self.newest = max(self.newest, complete)
 
     def complete_by(self, now_s: float) -> None:
         """Completes the save that is being written, if it is by now."""

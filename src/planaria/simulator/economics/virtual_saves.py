@@ -2,20 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import ceil
 
 from planaria.coordinator.commands import Pruned, Published
 from planaria.coordinator.job_rules import Rules
 from planaria.core.copies import version_name
 from planaria.core.plan import Plan
+from planaria.systems.save_times import Pending, saves_after
 from planaria.systems.system import RecoveryCosts
 
 
 class VirtualSaves:
     """The saves of one job on disk, or in a store that every node reads and writes.
 
-    A save is begun after each `checkpoint.persist_every` iterations, and is complete after
-    `write_s`. One that is being written when training is interrupted is lost.
+    A save is due after each `checkpoint.persist_every` iterations, is begun unless one is being
+    written (systems/save_times.py), and is complete after `write_s`. One that is being written when
+    training is interrupted is lost.
 
     Attributes:
         write_s: seconds from the commit that a save is of until it is complete.
@@ -28,7 +29,7 @@ class VirtualSaves:
         self._layer_bytes = rules.prices.layer_bytes
         self._per_node = rules.job.cluster.devices_per_node
         self._bytes_per_s = costs.save_bytes_per_s
-        self._pending: tuple[float, int] | None = None  # (time when it is complete, iterations)
+        self._pending: Pending | None = None
         self._kept: list[Published] = []
         self.write_s = sum(self._layer_bytes) / rules.job.cluster.nodes / self._bytes_per_s
         self.newest = (rules.first_iteration, rules.source)
@@ -61,18 +62,16 @@ class VirtualSaves:
         self, number: int, num_committed: int, now_s: float, *, iteration_s: float
     ) -> tuple[Published, ...]:
         """The newest save that is complete after some more commits, the last of which is now."""
-        before, every = num_committed - number, self._every
-        newest = num_committed // every * every if every else 0
-        complete = self.complete_by(now_s)
-        if newest <= before:
-            return complete
-        num_late = ceil(self.write_s / iteration_s)
-        in_time = (num_committed - num_late) // every * every
-        if in_time > before:
-            complete = self._newer_save(in_time)
-        if newest > in_time:
-            self.begin(newest, now_s - (num_committed - newest) * iteration_s)
-        return complete
+        complete, self._pending = saves_after(
+            number,
+            num_committed,
+            now_s,
+            pace_s=iteration_s,
+            every=self._every,
+            write_s=self.write_s,
+            pending=self._pending,
+        )
+        return self._newer_save(complete)
 
     def _newer_save(self, iteration: int) -> tuple[Published, ...]:
         return (Published(iteration, 0),) if iteration > self.newest[0] else ()
