@@ -47,6 +47,56 @@ def test_parts_of_systems_conserve_too(seed: int) -> None:
     check_conserves(Gemini(copies=3), seed, microbatches=16)
 
 
+def test_seconds_before_a_pause_are_undone_with_their_iteration() -> None:
+    """It is paused at 90%, goes on and is committed; then the job goes back. The part before the
+    pause stayed useful."""
+    run = ReCycle().begin(setting_with(microbatches=16))
+    paused_s = 0.9 * run.iteration_s
+    run.run_until(paused_s)
+    run.pause(paused_s)
+    run.go_on(paused_s, (Category.REGROUP, 1.0))
+    assert committed_at(run, paused_s + 1.0 + 2.2 * run.iteration_s) == 3
+    run.interrupt(run.account.now_s)
+    run.go_back_to_save()
+
+    parts = run.account.ledger.parts()
+    assert run.account.num_iterations == 0
+    assert parts[Category.USEFUL] == pytest.approx(0.0, abs=1e-9)
+    assert parts[Category.REDO] == pytest.approx(run.account.now_s - 1.0)
+
+
+def test_seconds_before_a_pause_are_spent_as_those_after_it() -> None:
+    """One of nine nodes has no work, so a ninth of all training is idle. The part before a pause
+    was useful as a whole."""
+    run = ReCycle().begin(setting_with(nodes=9, microbatches=16))
+    now_s = paused_s = 0.9 * run.iteration_s
+    for _ in range(3):
+        run.run_until(now_s)
+        run.pause(now_s)
+        run.go_on(now_s, (Category.REGROUP, 1.0))
+        now_s += 1.0 + paused_s
+    run.run_until(now_s + run.iteration_left_s(now_s))
+
+    parts = run.account.ledger.parts()
+    idle_s, useful_s = parts[Category.IDLE], parts[Category.USEFUL]
+    assert idle_s / (idle_s + useful_s) == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-17, 0.5])
+def test_each_iteration_after_a_pause_has_its_own_seconds(share: float) -> None:
+    """Also where a pause comes right after a commit, and several iterations are booked at once."""
+    run = ReCycle().begin(setting_with(microbatches=16))
+    each_s = run.iteration_s
+    run.run_until(each_s * (1.0 + share))
+    run.pause(run.account.now_s)
+    run.go_on(run.account.now_s, (Category.REGROUP, 1.0))
+    run.run_until(1.0 + each_s * 4.5)
+    run.account.go_back(1)
+
+    assert run.account.num_redone == 3
+    assert run.account.ledger.parts()[Category.USEFUL] == pytest.approx(each_s)
+
+
 @pytest.mark.parametrize("system", COMPARED, ids=named)
 def test_no_node_is_used_before_it_has_started(system: System) -> None:
     """A machine that is there again joins after `node_start_s`, and costs nothing before."""

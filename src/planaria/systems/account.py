@@ -53,6 +53,7 @@ class Account:
         self.num_failures = 0
         self.num_restarts = 0
         self._stretches: deque[_Stretch] = deque()
+        self._part: dict[Category, float] = {}  # Seconds of an iteration that goes on later.
         self._num_settled = 0
         self._points: list[tuple[float, int]] = [(0.0, 0)]
         self._gap_s = 0.0
@@ -72,27 +73,58 @@ class Account:
         if until_s > self.now_s:
             self.ledger = self.ledger.spend(category, until_s)
 
+    def train_part(self, until_s: float, shares: Mapping[Category, float]) -> None:
+        """Books a part of an iteration that goes on later; `train` or `lose_part` says what it came
+        to.
+
+        Args:
+            shares: share of the time by category; the shares add up to 1.
+        """
+        for category, seconds in self._spend_shares(until_s, shares).items():
+            self._part[category] = self._part.get(category, 0.0) + seconds
+
+    @property
+    def has_part(self) -> bool:
+        """Whether a part of an iteration is booked that does not count yet."""
+        return bool(self._part)
+
+    def lose_part(self) -> None:
+        """Says that parts of an iteration that does not count yet are done again."""
+        for category, seconds in self._part.items():
+            self.ledger = self.ledger.move(seconds, category, Category.REDO)
+        self._part = {}
+
     def train(self, num_iterations: int, until_s: float, shares: Mapping[Category, float]) -> None:
         """Books iterations that are committed by `until_s`.
 
         Args:
-            num_iterations: number of iterations, which are alike.
+            num_iterations: number of iterations, which are alike; 1 if parts of it are booked.
             shares: share of the time by category; the shares add up to 1.
         """
-        assert num_iterations > 0
-        took_s = until_s - self.now_s
-        self.spend(Category.USEFUL, until_s)
-        for category, share in shares.items():
-            if category is not Category.USEFUL and share:
-                self.ledger = self.ledger.move(took_s * share, Category.USEFUL, category)
+        assert num_iterations == 1 or (num_iterations > 1 and not self._part)
+        spent = self._spend_shares(until_s, shares)
+        part, self._part = self._part, {}
         self.num_iterations += num_iterations
-        each_s = took_s / num_iterations
-        seconds = {category: share * each_s for category, share in shares.items()}
+        seconds = {
+            category: spent.get(category, 0.0) / num_iterations + part.get(category, 0.0)
+            for category in spent | part
+        }
         if self._stretches and self._stretches[-1].seconds == seconds:
             self._stretches[-1].num_iterations += num_iterations
         else:
             self._stretches.append(_Stretch(num_iterations, seconds))
         self._add_point()
+
+    def _spend_shares(
+        self, until_s: float, shares: Mapping[Category, float]
+    ) -> dict[Category, float]:
+        """Books the time until `until_s` by shares; returns the seconds of each category."""
+        took_s = max(0.0, until_s - self.now_s)
+        self.spend(Category.USEFUL, until_s)
+        for category, share in shares.items():
+            if category is not Category.USEFUL and share:
+                self.ledger = self.ledger.move(took_s * share, Category.USEFUL, category)
+        return {category: share * took_s for category, share in shares.items()}
 
     def go_back(self, to_iteration: int) -> None:
         """Undoes committed iterations, so that only the first `to_iteration` ones count."""

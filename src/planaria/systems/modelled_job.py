@@ -149,7 +149,6 @@ class ModelledJob:
         self._at_commit: Callable[[float], None] | None = None
         self._iteration_s = self._next_commit_s = inf
         self._left = 1.0  # Share of the iteration in flight that was not done before a pause.
-        self._kept_s = 0.0  # Seconds of what was done then.
         self._shares: dict[Category, float] = {}
         behaviour.begin(self)
         if self._pace.nodes:
@@ -325,9 +324,8 @@ class ModelledJob:
 
     def _lose_in_flight(self) -> None:
         """Loses what was done of an iteration before a pause."""
-        ledger = self.account.ledger
-        self.account.ledger = ledger.move(self._kept_s, Category.USEFUL, Category.REDO)
-        self._left, self._kept_s = 1.0, 0.0
+        self.account.lose_part()
+        self._left = 1.0
 
     def _stop(self, now_s: float, *, lost_s: float) -> None:
         self.account.settle(self.saves.newest)
@@ -335,8 +333,7 @@ class ModelledJob:
             kept_until_s = max(self.account.now_s, now_s - lost_s)
             done_s = self._iteration_s - (self._next_commit_s - kept_until_s)
             self._left = 1.0 - max(0.0, done_s) / self._iteration_s
-            self._kept_s += kept_until_s - self.account.now_s
-            self.account.spend(Category.USEFUL, kept_until_s)
+            self.account.train_part(kept_until_s, self._shares)
             self.account.spend(Category.REDO, now_s)
         self._phases = deque(phase for phase in self._phases if phase[0] is Category.STARTUP)
         self._trains = False
@@ -371,13 +368,16 @@ class ModelledJob:
             self._phases.popleft()
 
     def _commit(self, number: int) -> None:
+        if self.account.has_part and number > 1:  # The others are alike.
+            self._commit(1)
+            number -= 1
         end_s = self._next_commit_s + (number - 1) * self._iteration_s
         self.account.train(number, end_s, self._shares)
         num_committed = self.account.num_iterations
         self.saves.on_commits(number, num_committed, end_s, pace_s=self._iteration_s)
         self.account.settle(self.saves.newest)
         self._next_commit_s = end_s + self._iteration_s
-        self._left, self._kept_s = 1.0, 0.0
+        self._left = 1.0
 
     def _measure(self, now_s: float) -> None:
         """Sets the seconds of an iteration, and what they are spent on."""
