@@ -28,9 +28,19 @@ _FAILURES_TOLERATED: Final = (0, 1, 2)
 _NUM_SPARES: Final = (0, 1, 2, 4)
 _SAVE_MIN: Final = (5, 10, 15, 30, 60, 120, 240)
 _COPIES: Final = (0, 2)
-# Keys that the search sets, and what the user can do instead.
+# Keys that the search or an option sets, and what the user can do instead. Not those of shapes, as
+# failures.kind = "bursts" is one: the options say means.
 _CHOSEN: Final[Mapping[str, str]] = {
     "cluster.nodes": "use --nodes",
+    "cluster.devices_per_node": "use --devices-per-node",
+    "cluster.profile": "use --model",
+    "cluster.price_per_node_hour": "use --price",
+    "failures.per_node_hour": "use --failure-rate",
+    "failures.preset": "use --failure-rate",
+    "failures.repair_s": "use --repair",
+    "failures.notice_s": "use --notice",
+    "run.hours": "use --hours",
+    "job.training.global_batch_size": "use --batch",
     "job.resilience.policy": "use --policies",
     **dict.fromkeys(
         (
@@ -114,8 +124,9 @@ class Grounds:
         self._with_shadows: dict[tuple[int, int], ConfigError | None] = {}
         for override in question.overrides:
             key = override.partition("=")[0].strip()
-            if key in _CHOSEN:
-                raise ConfigError("--set", override, f"{key} is what is chosen; {_CHOSEN[key]}")
+            for chosen, remedy in _CHOSEN.items():
+                if f"{chosen}.".startswith(f"{key}."):  # It may be that of a whole table.
+                    raise ConfigError("--set", override, f"{chosen} is what is chosen; {remedy}")
         self._scenario_of(0, 0)
 
     def scenario(self, multiple: int) -> ClusterScenario:

@@ -99,6 +99,27 @@ def test_keys_of_the_scenario_can_be_set() -> None:
     assert [setting.num_machines for setting in settings] == [6, 6]
 
 
+@pytest.mark.parametrize(
+    ("override", "option"),
+    [
+        ("failures.per_node_hour=0.5", "--failure-rate"),
+        ("failures.preset=llama3", "--failure-rate"),
+        ("failures.repair_s=60", "--repair"),
+        ("failures.notice_s=60", "--notice"),
+        ("run.hours=2", "--hours"),
+        ("cluster.devices_per_node=2", "--devices-per-node"),
+        ("cluster.profile=llama2-7b", "--model"),
+        ("cluster.price_per_node_hour=5", "--price"),
+        ("job.training.global_batch_size=64", "--batch"),
+        ("failures={per_node_hour=0.5}", "--failure-rate"),
+    ],
+)
+def test_keys_that_options_say_are_not_set_beside_them(override: str, option: str) -> None:
+    """Runs at a higher rate, the hours of a run and the words of the answer are by the options."""
+    with pytest.raises(ConfigError, match=f"what is chosen; use {option}"):
+        Grounds(question(0.5, overrides=(override,)))
+
+
 def test_a_larger_cluster_takes_longer_to_recover() -> None:
     """As 5,000 simulated nodes do: each rank is one more to hear, to tell and to link."""
 
