@@ -17,7 +17,7 @@ from torch import nn
 from helpers.linked_ranks import wait_until
 from planaria.checkpoint.disk import storage
 from planaria.checkpoint.disk.storage import Content, Directory
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError
 from planaria.torchrun import group_copies
 from planaria.torchrun.gathering import true_on_all
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
@@ -263,6 +263,75 @@ def test_a_place_that_cannot_be_listed_is_not_taken_for_an_empty_one(
 
     with pytest.raises(CheckpointError, match="can be used: no answer; mend that"):
         make().restore()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "layer-00000.safetensors"])
+def test_a_save_that_cannot_be_read_now_gives_way_to_none(
+    file: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training would go on from the older one, in a newer epoch, and prune the newer one."""
+    saver = make(persist_every=1)
+    for iteration in (1, 2):
+        train(saver, iteration)
+        assert saver.persist()
+    saver.close()
+    read, failures = Directory.read, [UnreadableError("cannot read it: stale file handle")]
+
+    def fail_once(directory: Directory, name: str) -> bytes:
+        if failures and name.startswith("2-") and name.endswith(file):
+            raise failures.pop()
+        return read(directory, name)
+
+    monkeypatch.setattr(Directory, "read", fail_once)
+    other = make(persist_every=1)
+
+    with pytest.raises(CheckpointError, match="may be complete, and cannot be read now"):
+        other.restore()
+    assert other.restore() == 2
+
+
+def test_what_memory_has_does_not_wait_for_an_older_save_that_cannot_be_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_directory: Directory, name: str) -> bytes:
+        raise UnreadableError(f"cannot read {name}: stale file handle")
+
+    saver = make(persist_every=1)
+    train(saver, 1)
+    assert saver.persist()
+    train(saver, 2)
+    monkeypatch.setattr(Directory, "read", fail)
+
+    assert saver.restore() == 2
+
+
+def test_saves_that_could_not_be_listed_are_counted_when_they_can(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their epochs may be above this run's, whose saves would be pruned at once."""
+
+    def fail(_directory: Directory) -> list[str]:
+        raise UnreadableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("planaria.torchrun.group_copies.time.time_ns", lambda: 1 << 61)
+        first = make(keep=1)
+    train(first, 3)
+    assert first.persist()
+    first.close()  # With it all that memory had.
+    second = make(keep=1, persist_directory="", directory=str(tmp_path / "place"))
+    train(second, 4)
+    second._memory._slot.close()  # As if the rank were dead.
+    second.close()
+    third = make(keep=1, directory=str(tmp_path / "place"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "versions", fail)
+        assert third.restore() == 4
+    assert "there may be newer saves than what memory had: no answer" in caplog.text
+    train(third, 5)
+    assert third.persist()
+
+    assert saves(tmp_path) == [5]
 
 
 def test_training_waits_for_no_disk(

@@ -31,7 +31,7 @@ from planaria.torchrun.collectives import BetweenCollectives, between_collective
 from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_all
 from planaria.torchrun.group_sockets import LossWatch, connections_between_ranks, errors_of_torch
 from planaria.torchrun.host_bytes import HostBytes
-from planaria.torchrun.persisting import PersistentTier
+from planaria.torchrun.persisting import BroughtShards, KnownSaves, PersistentTier, unread_error
 from planaria.torchrun.rank_memory import RankFacts, RankMemory, epoch_after
 from planaria.torchrun.restores import Restores
 from planaria.torchrun.save_checks import (
@@ -176,13 +176,16 @@ class GroupCopies:
             self._end_run(self._copier)
         self._state.reshard()
         check_tensors_on_all(self._state)
-        in_memory, (on_disk, problem) = self._restores.complete(), self._labels_on_disk()
-        self._go_above(on_disk)
-        reasons = []
+        in_memory, saves = self._restores.complete(), self._saves_of_all_ranks()
+        on_disk, problem, reasons = saves.labels, saves.problem, []
         for label in sorted({*in_memory, *on_disk}, key=_begin_of, reverse=True):
+            if saves.unread and _begin_of(label) < saves.unread:
+                raise unread_error(problem)
             reason = self._restore_version(label, label in in_memory, label in on_disk)
             if not reason:
                 self._complete_label, self._saved = label, label.age - 1
+                if not (saves.is_listed or self.rank):
+                    logger.warning("there may be newer saves than what memory had: %s", problem)
                 self._note_persisted(label, on_disk)
                 self._copy_anew(label)
                 return label.age
@@ -231,34 +234,36 @@ class GroupCopies:
         if self._tier is not None and label in on_disk:
             self._tier.note_saved(label)
 
-    def _labels_on_disk(self) -> tuple[tuple[Label, ...], str]:
-        """The labels of the complete versions behind memory, newest first, and why there may be
-        others; empty: there are none."""
-        labels: tuple[Label, ...] = ()
-        problem = ""
-        if self._tier is not None and not self.rank:
-            try:
-                labels = self._tier.labels()
-            except CheckpointError as error:
-                problem = str(error)
-        return gather_records(tuple[tuple[Label, ...], str], (labels, problem))[0]
+    def _saves_of_all_ranks(self) -> KnownSaves:
+        """The versions behind memory as rank 0 knows them; this run's epoch gets above theirs.
 
-    def _go_above(self, on_disk: Sequence[Label]) -> None:
-        """Has this run's epoch above those of saves, of which the machines' clocks may not know."""
-        self._epoch = max([self._epoch, *(1 + label.epoch for label in on_disk)])
-        self._is_above_saves = True
+        The machines' clocks may not know of these.
+        """
+        saves = self._tier.saves() if self._tier is not None and not self.rank else KnownSaves()
+        saves = gather_records(KnownSaves, saves)[0]
+        epochs = [label.epoch for label in saves.labels] + [*(saves.unread or ())[:1]]
+        self._epoch = max([self._epoch, *(1 + epoch for epoch in epochs)])
+        self._is_above_saves = saves.is_listed
+        return saves
 
     def _restore_version(self, label: Label, is_in_memory: bool, is_on_disk: bool) -> str:
         """Restores a version from memory, or else from the tier behind it; returns why it failed,
-        empty if it did not."""
+        empty if it did not.
+
+        Raises:
+            CheckpointError: it could not be read, and may be whole.
+        """
         reason = self._restores.restore_version(label) if is_in_memory else "no memory has it"
         if reason and is_on_disk and self._tier:
             readers = {self._nodes.index(node) for node in self._nodes}
             shards = range(self.rank, label.since, self._world_size)
             if label.since == 1:  # All ranks need all of it, so each node reads it.
                 shards = range(1 if self.rank in readers else 0)
-            reasons = gather_records(str, self._tier.bring(self._memory.arena, label, shards))
-            reason = next(filter(None, reasons), "") or self._restores.restore_version(label)
+            brought = self._tier.bring(self._memory.arena, label, shards)
+            failures = [each for each in gather_records(BroughtShards, brought) if each.reason]
+            if failures and all(each.is_passing for each in failures):
+                raise unread_error(failures[0].reason)
+            reason = failures[0].reason if failures else self._restores.restore_version(label)
         return reason
 
     def _copy_anew(self, label: Label) -> None:
@@ -463,8 +468,7 @@ class GroupCopies:
             self._shard_copies = shard_copies(self._nodes, self._placement)
         self._check(own)
         if not self._is_above_saves:  # Nothing was restored.
-            on_disk, problem = self._labels_on_disk()
-            self._go_above(on_disk)
+            problem = self._saves_of_all_ranks().problem
             if problem and not self.rank:
                 logger.warning("it is not known what was saved earlier: %s", problem)
         self._turns = self._turns or between_collectives(

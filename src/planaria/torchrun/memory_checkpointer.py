@@ -199,8 +199,9 @@ class MemoryCheckpointer:
         Raises:
             CheckpointError: no version could be restored in the middle of a run or after `reform`,
                 or none of those that were complete in memory or in `persist_directory`, or that
-                cannot be read; the model and all copies are unchanged. After `reform` a restart of
-                the script may find what memory of machines of lost ranks has.
+                cannot be read; or a newer one in `persist_directory` could not be read now and may
+                be whole. The model and all copies are unchanged. After `reform` a restart of the
+                script may find what memory of machines of lost ranks has.
             ConfigError: a tensor is sparse, or has no values yet, as on the meta device.
             RuntimeError: a peer was lost meanwhile.
         """

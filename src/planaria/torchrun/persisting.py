@@ -27,7 +27,7 @@ from planaria.checkpoint.memory.stream import OwnCopies
 from planaria.checkpoint.memory.wire import State, state_of
 from planaria.core.copies import Label, version_name
 from planaria.core.messages import LayerFile
-from planaria.errors import AbortedError, CheckpointError, PeerLostError
+from planaria.errors import AbortedError, CheckpointError, PeerLostError, UnreadableError
 from planaria.torchrun.shards import HEAD, Shard
 from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 
@@ -59,6 +59,35 @@ class _WrittenShards(msgspec.Struct, frozen=True):
 
     files: tuple[LayerFile, ...] = ()
     reason: str = ""
+
+
+class KnownSaves(msgspec.Struct, frozen=True):
+    """The versions behind memory, as far as they are known.
+
+    Attributes:
+        labels: labels of the complete ones, newest first.
+        unread: epoch and iteration of the newest one that could not be read now and may be
+            complete; None: there is none.
+        problem: why there may be other complete ones, in words; empty: there are none.
+        is_listed: whether the epochs of all of them are known.
+    """
+
+    labels: tuple[Label, ...] = ()
+    unread: tuple[int, int] | None = None
+    problem: str = ""
+    is_listed: bool = True
+
+
+class BroughtShards(msgspec.Struct, frozen=True):
+    """A rank's message to all others about the shards that it brings to memory.
+
+    Attributes:
+        reason: why that failed, in words; empty: it did not.
+        is_passing: whether it may succeed another time.
+    """
+
+    reason: str = ""
+    is_passing: bool = False
 
 
 class PersistentTier:
@@ -204,26 +233,25 @@ class PersistentTier:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def labels(self) -> tuple[Label, ...]:
-        """The labels of the complete versions, newest first.
+    def saves(self) -> KnownSaves:
+        """The versions that are there; it is logged why some are not used."""
+        labels, unread, problem = [], None, ""
+        try:
+            for version in self._read_tier.each_version():
+                if version.manifest is None and version.reason not in (UNPUBLISHED, SET_ASIDE):
+                    where = self._tier.where(version.iteration, version.epoch)
+                    logger.warning("a save is not used, %s: %s", where, version.reason)
+                    if unread is None and version.is_unreadable:
+                        unread, problem = (version.epoch, version.iteration), ""
+                    problem = problem or f"{where}: {version.reason}"
+                elif version.manifest and version.manifest.job.get("kind") == _KIND:
+                    labels.append(_label_of(version.manifest))
+        except CheckpointError as error:
+            return KnownSaves(problem=str(error), is_listed=False)
+        return KnownSaves(tuple(labels), unread, problem if unread or not labels else "")
 
-        Raises:
-            CheckpointError: the storage does not answer, or refuses, or all of its versions are
-                damaged.
-        """
-        labels, damaged = [], ""
-        for version in self._read_tier.each_version():
-            if version.manifest is None and version.reason not in (UNPUBLISHED, SET_ASIDE):
-                damaged = f"{self._tier.where(version.iteration, version.epoch)}: {version.reason}"
-                logger.warning("a save is not used, %s", damaged)
-            elif version.manifest and version.manifest.job.get("kind") == _KIND:
-                labels.append(_label_of(version.manifest))
-        if damaged and not labels:
-            raise CheckpointError(damaged)
-        return tuple(labels)
-
-    def bring(self, arena: Arena, label: Label, shards: Collection[int]) -> str:
-        """Brings shards of a version to memory; returns why that failed, empty if it did not."""
+    def bring(self, arena: Arena, label: Label, shards: Collection[int]) -> BroughtShards:
+        """Brings shards of a version to memory; returns how that went."""
         copies = OwnCopies(HostCopy(arena, fill_alone, _no_virtual_bytes, no_device))
         try:
             manifest = self._read_tier.manifest(version_name(label.age, label.epoch))
@@ -233,8 +261,16 @@ class PersistentTier:
                 version = copies.copy_layer(shard, label, state, _PIECE_BYTES)
                 copies.finish_and_compare(version, None)
         except CheckpointError as error:
-            return str(error)
-        return ""
+            return BroughtShards(str(error), isinstance(error, UnreadableError))
+        return BroughtShards()
+
+
+def unread_error(reason: str) -> CheckpointError:
+    """The error where a save is newer than all that can be restored, and may be complete."""
+    return CheckpointError(
+        f"the newest save may be complete, and cannot be read now: {reason}; start the script "
+        "again when it can be read, or remove that save to go on from an older one"
+    )
 
 
 def _text(error: Exception) -> str:
