@@ -60,6 +60,16 @@ def test_metadata_that_runs_code_is_refused(
     assert not (tmp_path / "made").exists()
 
 
+def test_a_name_that_two_files_have_is_refused(tmp_path: Path) -> None:
+    """An average of the weights lay beside them, and was imported in their place."""
+    for number, file in enumerate(("model", "model_ema"), 1):
+        save_file({"a": torch.full((2,), float(number))}, tmp_path / f"{file}.safetensors")
+
+    remedy = r"model\.safetensors and model_ema\.safetensors both have a,"
+    with pytest.raises(ConfigError, match=remedy):
+        state_source(tmp_path)
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     """Or what is damaged."""
     with pytest.raises(ConfigError, match="neither a directory of torch"):

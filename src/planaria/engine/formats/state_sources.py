@@ -6,7 +6,7 @@ files, and safetensors files, hold tensors alone.
 """
 
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -56,13 +56,13 @@ def state_source(directory: Path) -> StateSource:
     """The tensors of a directory of DCP, or of safetensors files.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or two files have a tensor of the same name.
         CheckpointError: it is damaged, or is no plain checkpoint of DCP.
     """
     if (directory / _METADATA).is_file():
         return _DcpSource(directory, _tensor_entries(directory))
     if files := sorted(directory.glob("*.safetensors")):
-        return _SafetensorsSource({name: path for path in files for name in _names_in(path)})
+        return _SafetensorsSource(_files_by_name(directory, files))
     remedy = (
         "is neither a directory of torch.distributed.checkpoint, with a file .metadata, nor one "
         "with *.safetensors"
@@ -150,6 +150,20 @@ def _tensor_entries(directory: Path) -> dict[str, TensorStorageMetadata]:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def _files_by_name(directory: Path, files: Sequence[Path]) -> dict[str, Path]:
+    """The file of each tensor, by the tensor's name."""
+    by_name: dict[str, Path] = {}
+    for path in files:
+        for name in _names_in(path):
+            if (other := by_name.setdefault(name, path)) != path:
+                remedy = (
+                    f"{other.name} and {path.name} both have {name}, and only one of them can be "
+                    "meant; name a directory with that one alone"
+                )
+                raise ConfigError("SOURCE", str(directory), remedy)
+    return by_name
 
 
 def _names_in(path: Path) -> list[str]:
