@@ -127,8 +127,26 @@ def test_saves_that_are_kept_under_a_name_are_verified_too(directory: Path) -> N
     path.write_bytes(content)
 
     output = told("verify", str(directory), code=1).replace("\n", "")
-    assert f"tonight: {path} does not hold what was written" in output
-    assert "tonight" in told("verify", str(directory), "--version", "tonight", code=1)
+    assert f"tonight/30-1: {path} does not hold what was written" in output
+    for version in ("tonight", "tonight/30-1"):
+        assert "tonight/30-1: " in told("verify", str(directory), "--version", version, code=1)
+
+
+@pytest.mark.parametrize("file", ["layer-00000.safetensors", "manifest.json"])
+def test_a_kept_save_is_verified_though_a_job_has_begun_another_one_beside_it(
+    file: str, directory: Path
+) -> None:
+    """The newest version under the name was taken for the kept one."""
+    told("save", "--name", "gold", str(directory))
+    gold = tier_of(str(directory / "gold"))
+    gold.write_layer(40, 2, 0, {"parameter/w": np.zeros(9)})
+    assert "gold/30-1: undamaged" in told("verify", str(directory), "--version", "gold")
+    path = directory / "gold" / "30-1" / file
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    output = told("verify", str(directory), code=1)
+    assert "gold/40-2: not complete: it has no manifest" in output
+    assert "a job cannot go on from 1 of 4 versions" in output
 
 
 def test_a_version_that_is_asked_for_and_not_complete_is_damaged(directory: Path) -> None:

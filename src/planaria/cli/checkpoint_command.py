@@ -18,6 +18,7 @@ from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.outgoing import (
     export_parameters,
     kept_saves,
+    kept_versions,
     model_facts,
     newest_of,
     save_as,
@@ -128,15 +129,20 @@ def verify(
 ) -> None:
     """Reads every byte of the complete versions and compares hashes with those of the save.
 
-    Those that `save` has kept under a name are read, too. For an incomplete version it says why.
-    The exit code is 1 if a version that was once complete is damaged, or if no version is complete.
+    Those under a name are read, too: what `save` has kept, and what a job has saved beside that.
+    For an incomplete version it says why. The exit code is 1 if a version that was once complete is
+    damaged, or if no version is complete.
     """
     tier, named = tier_of(str(directory)), {saved.name: saved for saved in _versions(directory)}
     tiers = dict.fromkeys(named, tier)
-    for name in kept_saves(directory):
-        tiers[name] = tier_of(f"{directory.rstrip('/')}/{name}")
-        named[name] = tiers[name].versions()[0]
-    chosen = {name: saved for name, saved in named.items() if version in ("", name)}
+    for kept_as, kept, saved in kept_versions(directory):
+        name = f"{kept_as}/{saved.name}"
+        tiers[name], named[name] = kept, saved
+    chosen = {
+        name: saved
+        for name, saved in named.items()
+        if version in ("", name, name.partition("/")[0])
+    }
     if not chosen:
         raise ConfigError(
             "--version",
@@ -151,12 +157,12 @@ def verify(
         for name, reasons in damage.items():
             for line in reasons or ["undamaged"]:
                 console.print(f"{name}: {line}", markup=False)
-    if not version and not any(saved.manifest for saved in chosen.values()):
+    if version not in chosen and not any(saved.manifest for saved in chosen.values()):
         raise CheckpointError(f"{directory} holds no complete version")
     judged = [
         name
         for name, saved in chosen.items()
-        if version or saved.reason not in (UNPUBLISHED, SET_ASIDE)
+        if version == name or saved.reason not in (UNPUBLISHED, SET_ASIDE)
     ]
     if num_damaged := sum(bool(damage[name]) for name in judged):
         text = f"a job cannot go on from {num_damaged} of {count_text(len(judged), 'version')}"

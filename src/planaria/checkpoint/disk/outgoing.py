@@ -25,7 +25,13 @@ import numpy as np
 
 from planaria.checkpoint.disk.parts import RUN_NAME
 from planaria.checkpoint.disk.storage import Directory
-from planaria.checkpoint.disk.tiers import Manifest, Tier, safetensors_content, tier_of
+from planaria.checkpoint.disk.tiers import (
+    Manifest,
+    SavedVersion,
+    Tier,
+    safetensors_content,
+    tier_of,
+)
 from planaria.core.job import ModelFacts
 from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
@@ -55,16 +61,43 @@ def kept_saves(place: str) -> dict[str, Manifest]:
         CheckpointError: the storage refuses.
     """
     kept: dict[str, Manifest] = {}
-    for name in sorted(name.rstrip("/") for name in tier_of(place).storage.versions()):
-        if not _NAME.fullmatch(name):
-            continue
+    for name in _names(place):
         try:
-            newest = tier_of(f"{place.rstrip('/')}/{name}").newest()
+            newest = tier_of(_place_of(place, name)).newest()
         except UnreadableError as error:
             logger.warning("%s; if it is a save that was kept, it is not listed", error)
             continue
         kept |= {name: newest} if newest is not None else {}
     return kept
+
+
+def kept_versions(place: str) -> Iterator[tuple[str, Tier, SavedVersion]]:
+    """Yields the name, the tier and the version of all saves at a place that lie under names.
+
+    A job that went on from a kept save has others beside it. What cannot be listed is left out; it
+    may be somebody else's.
+
+    Raises:
+        CheckpointError: the storage refuses.
+    """
+    for name in _names(place):
+        tier = tier_of(_place_of(place, name))
+        try:
+            versions = tier.versions()
+        except UnreadableError as error:
+            logger.warning("%s; if it is a save that was kept, it is left out", error)
+            continue
+        yield from ((name, tier, version) for version in versions)
+
+
+def _names(place: str) -> list[str]:
+    """The names at a place under which there may be saves."""
+    names = (name.rstrip("/") for name in tier_of(place).storage.versions())
+    return sorted(filter(_NAME.fullmatch, names))
+
+
+def _place_of(place: str, name: str) -> str:
+    return f"{place.rstrip('/')}/{name}"
 
 
 def save_as(place: str, name: str, *, field: str = "name") -> str:
@@ -87,7 +120,7 @@ def save_as(place: str, name: str, *, field: str = "name") -> str:
             "version (120-1) or a run (run-000001-4f1c)"
         )
         raise ConfigError(field, name, remedy)
-    tier, kept = tier_of(place), tier_of(f"{place.rstrip('/')}/{name}")
+    tier, kept = tier_of(place), tier_of(_place_of(place, name))
     if there := [version.name for version in kept.versions() if version.manifest]:
         raise ConfigError(
             field, name, f"this name is taken: it already holds {there[0]}; choose another name"
