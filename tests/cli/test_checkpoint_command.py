@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from helpers.saved_datasets import saved_dataset
 from helpers.saves import stepped_save
+from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.cli.main import app
 from planaria.core.job import DataConfig, ModelConfig
@@ -147,6 +148,43 @@ def test_a_kept_save_is_verified_though_a_job_has_begun_another_one_beside_it(
     output = told("verify", str(directory), code=1)
     assert "gold/40-2: not complete: it has no manifest" in output
     assert "a job cannot go on from 1 of 4 versions" in output
+
+
+def test_a_version_that_a_job_removes_meanwhile_is_not_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read all of them takes minutes, and a job that runs there prunes."""
+    read, removed = Directory.read, list[str]()
+
+    def prune_and_read(storage: Directory, name: str) -> bytes:
+        if "layer" in name and not removed:
+            removed.append("")
+            removed.extend(tier_of(str(directory)).prune(1))
+        return read(storage, name)
+
+    monkeypatch.setattr(Directory, "read", prune_and_read)
+
+    output = told("verify", str(directory))
+    assert removed == ["", "5-0", "10-1", "20-1"]
+    assert "30-1: undamaged" in output
+    assert "20-1: was removed meanwhile" in output
+    assert "10-1: was removed meanwhile" in output
+
+
+def test_a_version_that_is_removed_while_it_is_listed_is_not_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, removed = Directory.read, list[str]()
+
+    def prune_and_read(storage: Directory, name: str) -> bytes:
+        if name == "20-1/manifest.json" and not removed:
+            removed.append("")
+            removed.extend(tier_of(str(directory)).prune(1))
+        return read(storage, name)
+
+    monkeypatch.setattr(Directory, "read", prune_and_read)
+
+    assert "20-1: was removed meanwhile" in told("verify", str(directory))
 
 
 def test_a_version_that_is_asked_for_and_not_complete_is_damaged(directory: Path) -> None:

@@ -79,6 +79,7 @@ class Format(StrEnum):
 
 _KEEP_TIMEOUT_S: Final = 3600.0  # A large version is read and written.
 _HERE: Final = "checkpoints"
+_REMOVED: Final = "was removed meanwhile"
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
@@ -131,7 +132,7 @@ def verify(
 
     Those under a name are read, too: what `save` has kept, and what a job has saved beside that.
     For an incomplete version it says why. The exit code is 1 if a version that was once complete is
-    damaged, or if no version is complete.
+    damaged, or if no version is complete. One that a running job removes meanwhile does not count.
     """
     tier, named = tier_of(str(directory)), {saved.name: saved for saved in _versions(directory)}
     tiers = dict.fromkeys(named, tier)
@@ -162,7 +163,8 @@ def verify(
     judged = [
         name
         for name, saved in chosen.items()
-        if version == name or saved.reason not in (UNPUBLISHED, SET_ASIDE)
+        if version == name
+        or (saved.reason not in (UNPUBLISHED, SET_ASIDE) and damage[name] != [_REMOVED])
     ]
     if num_damaged := sum(bool(damage[name]) for name in judged):
         text = f"a job cannot go on from {num_damaged} of {count_text(len(judged), 'version')}"
@@ -469,16 +471,32 @@ def _subdirectories(directory: str) -> list[str]:
 
 
 def _damage(tier: Tier, version: SavedVersion) -> list[str]:
-    """The errors of all layers that cannot be read, or the reason why the version is incomplete."""
-    if version.manifest is None:
-        return [f"not complete: {version.reason}"]
+    """The errors of all layers that cannot be read, or the reason why the version is incomplete.
+
+    A job may have removed a version since it was listed: then that is the only one.
+    """
+    errors = [f"not complete: {version.reason}"]
+    if version.manifest is not None:
+        errors = _layer_errors(tier, version.manifest)
+    return [_REMOVED] if errors and _is_removed(tier, version) else errors
+
+
+def _layer_errors(tier: Tier, manifest: Manifest) -> list[str]:
     errors = []
-    for entry in version.manifest.layers:
+    for entry in manifest.layers:
         try:
-            tier.read_layer(version.manifest, entry.layer)
+            tier.read_layer(manifest, entry.layer)
         except CheckpointError as error:
             errors.append(str(error))
     return errors
+
+
+def _is_removed(tier: Tier, version: SavedVersion) -> bool:
+    """Whether a version that had a manifest when it was listed has none now."""
+    if version.reason in (UNPUBLISHED, SET_ASIDE):
+        return False
+    now = next((each for each in tier.each_version() if each.name == version.name), None)
+    return now is None or now.reason == UNPUBLISHED
 
 
 def _facts(version: SavedVersion) -> dict[str, Any]:
