@@ -82,8 +82,7 @@ def _wait_answers(
     """The answers of the ranks of the newest epoch, this one included, built on the same origin."""
     end_s = time.monotonic() + timeout_s
     while True:
-        marks, answers = run.marks(), run.answers()
-        mark = marks[-1] if marks else None
+        mark, answers = run.newest_mark(), run.answers()
         present = {answer.rank for answer in answers}
         if _has_all(mark, present, devices_per_node) or time.monotonic() > end_s:
             break

@@ -220,13 +220,14 @@ def nodes_that_may_live(
         nodes = frozenset(started_nodes(directory))
         if not record.parts:
             return nodes
-        contents = RunPlace(tier.storage, record.parts).contents()
+        run = RunPlace(tier.storage, record.parts)
+        contents, marks = run.contents(), run.marks()
     except (CheckpointError, OSError) as error:
         note(f"{error}: which nodes of the lost head may live is not known")
         return None
-    members = {node for mark in contents.marks for node in mark.nodes}
-    newest = frozenset(contents.marks[-1].nodes) if contents.marks else frozenset()
-    evicted = members - newest if contents.marks else frozenset()
+    members = {node for mark in marks for node in mark.nodes}
+    newest = frozenset(marks[-1].nodes) if marks else frozenset()
+    evicted = members - newest
     living = nodes - evicted - {answer.node for answer in contents.answers}
     if 2 * len(newest & living) < len(newest) and has_newest_state(contents):
         return frozenset()

@@ -44,7 +44,7 @@ def test_what_a_head_has_written_is_read_until_another_one_writes(run: RunPlace)
     assert run.head() == other
     assert newest_run(run.storage) == RUN
     contents = run.contents()
-    assert (contents.marks, contents.damage) == ((), ())
+    assert (contents.mark, contents.damage) == (None, ())
 
 
 def test_an_object_store_has_it_too() -> None:
@@ -99,6 +99,35 @@ def test_a_record_that_is_still_being_written_is_not_there_yet(
     assert run.contents() == whole
     remove_runs(run.storage)
     assert not (tmp_path / RUN).exists()  # Also what a rank that was killed did not complete.
+
+
+def test_of_many_marks_the_newest_is_read_alone(
+    run: RunPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank asks before it writes a layer: 1,000 reads of a store took it half a minute."""
+    for epoch in range(300):
+        run.write_mark(EpochMark(epoch=epoch, nodes=(0, 1) if epoch < 299 else (0,), job={}))
+    names, read = list[str](), Directory.read
+
+    def noted_read(storage: Directory, name: str) -> bytes:
+        names.append(name)
+        return read(storage, name)
+
+    monkeypatch.setattr(Directory, "read", noted_read)
+
+    assert "epoch 299 has begun without node 1" in run.refusal(node=1, epoch=298)
+    assert names == [f"{RUN}/epoch-00299"]
+    names.clear()
+    assert run.contents().mark == run.newest_mark()
+    assert len(names) == 2
+
+
+def test_a_damaged_mark_gives_way_to_the_one_before(run: RunPlace) -> None:
+    older = EpochMark(epoch=7, nodes=(0,), job={})
+    run.write_mark(older)
+    run.storage.write(f"{RUN}/epoch-00008", b"{", may_write=lambda: True)
+
+    assert (run.contents().mark, run.contents().damage) == (older, (f"{RUN}/epoch-00008",))
 
 
 def test_a_record_that_is_gone_when_it_is_read_counts_as_absent(

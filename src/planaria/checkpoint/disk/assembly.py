@@ -73,7 +73,7 @@ def assemble(tier: Tier, *, newer_than: int) -> Assembly:
         return Assembly()
     reasons = [f"{name} is damaged" for name in contents.damage]
     epoch, parts, reason = member_parts(contents)
-    if reason or not contents.marks:
+    if reason or contents.mark is None:
         return Assembly(text=_refusal(run, [*reasons, reason or "it has no mark of its head"]))
     ages = sorted({layer.age for part in parts for layer in part.layers}, reverse=True)
     for age in ages:
@@ -88,8 +88,7 @@ def assemble(tier: Tier, *, newer_than: int) -> Assembly:
         if reason:
             reasons.append(f"iteration {age}: {reason}")
             continue
-        job = contents.marks[-1].job
-        manifest = Manifest(iteration=age, epoch=epoch, job=job, layers=layers)
+        manifest = Manifest(iteration=age, epoch=epoch, job=contents.mark.job, layers=layers)
         tier.publish(manifest)
         ranks = ", ".join(str(part.rank) for part in parts)
         text = f"made a save of iteration {age} of what ranks {ranks} saved by themselves"
@@ -110,7 +109,7 @@ def member_parts(contents: RunContents) -> tuple[int, tuple[RankPart, ...], str]
     """
     epochs = [answer.epoch for answer in contents.answers]
     epochs += [part.epoch for part in contents.parts]
-    mark = contents.marks[-1] if contents.marks else None
+    mark = contents.mark
     if mark is not None and mark.epoch >= max(epochs):
         epoch = mark.epoch
         parts = [part for part in contents.parts if part.node in mark.nodes]
@@ -135,7 +134,7 @@ def lacks_parts(contents: RunContents, *, devices_per_node: int) -> bool:
         return False
     if has_newest_state(contents):
         return False
-    nodes = contents.marks[-1].nodes if contents.marks else ()
+    nodes = contents.mark.nodes if contents.mark else ()
     ranks = {
         node * devices_per_node + device for node in nodes for device in range(devices_per_node)
     }

@@ -130,11 +130,11 @@ class RunContents:
     """What lies in the directory of a run.
 
     Attributes:
-        marks: marks of its heads, the oldest epoch first.
-        damage: names of what could not be decoded.
+        mark: newest mark of its heads; None: there is none.
+        damage: names of what could not be decoded; of marks those that are newer.
     """
 
-    marks: tuple[EpochMark, ...] = ()
+    mark: EpochMark | None = None
     answers: tuple[PartAnswer, ...] = ()
     parts: tuple[RankPart, ...] = ()
     damage: tuple[str, ...] = ()
@@ -182,9 +182,9 @@ class RunPlace:
             return f"another run of the job has begun ({newest})"
         if newest != self.name:
             return f"its head has written nothing to {self.where}, or the run has ended"
-        marks = self.marks()
-        if marks and marks[-1].epoch > epoch and node not in marks[-1].nodes:
-            return f"epoch {marks[-1].epoch} has begun without node {node}"
+        mark = self.newest_mark()
+        if mark is not None and mark.epoch > epoch and node not in mark.nodes:
+            return f"epoch {mark.epoch} has begun without node {node}"
         return ""
 
     def write_answer(self, answer: PartAnswer) -> None:
@@ -228,8 +228,16 @@ class RunPlace:
         return tensors_in(where, content)
 
     def marks(self) -> tuple[EpochMark, ...]:
-        """The marks of the heads, the oldest epoch first."""
-        return self._marks()[0]
+        """The marks of the heads, the oldest epoch first; reads them one by one."""
+        marks, _ = self._records("epoch", EpochMark)
+        return tuple(sorted(marks, key=lambda mark: mark.epoch))
+
+    def newest_mark(self) -> EpochMark | None:
+        """The mark of the newest epoch that is not damaged; reads no older ones.
+
+        A job of weeks may have thousands, and ranks ask before each write.
+        """
+        return self._newest_mark()[0]
 
     def answers(self) -> tuple[PartAnswer, ...]:
         """The answers of the ranks."""
@@ -237,26 +245,31 @@ class RunPlace:
 
     def contents(self) -> RunContents:
         """All records in the directory."""
-        marks, damaged_marks = self._marks()
+        mark, damaged_marks = self._newest_mark()
         answers, damaged_answers = self._records("answer", PartAnswer)
         parts, damaged_parts = self._records("part", RankPart)
         damage = (*damaged_marks, *damaged_answers, *damaged_parts)
-        return RunContents(marks, answers, parts, damage)
+        return RunContents(mark, answers, parts, damage)
 
-    def _marks(self) -> tuple[tuple[EpochMark, ...], tuple[str, ...]]:
-        """See `_records`; a number of more than five digits comes too early in the alphabet."""
-        marks, damage = self._records("epoch", EpochMark)
-        return tuple(sorted(marks, key=lambda mark: mark.epoch)), damage
+    def _newest_mark(self) -> tuple[EpochMark | None, tuple[str, ...]]:
+        """The newest mark that is not damaged, and the names of newer ones, which are."""
+        damage: list[str] = []
+        # A number of more than five digits comes too early in the alphabet.
+        for name in sorted(self._names("epoch"), key=lambda n: (len(n), n), reverse=True):
+            content = _content(self.storage, name)
+            if content is None:
+                continue
+            if (mark := _record_of(content, EpochMark)) is not None:
+                return mark, tuple(damage)
+            damage.append(name)
+        return None, tuple(damage)
 
     def _records(
         self, kind: str, record: type[Record]
     ) -> tuple[tuple[Record, ...], tuple[str, ...]]:
         """The records of a kind, and the names of those that are damaged."""
-        prefix = f"{self.name}/{kind}-"
         records, damage = [], []
-        for name in sorted(
-            n for n in _whole_files(self.storage, self.name) if n.startswith(prefix)
-        ):
+        for name in sorted(self._names(kind)):
             content = _content(self.storage, name)
             if content is None:
                 continue
@@ -265,6 +278,11 @@ class RunPlace:
             else:
                 records.append(value)
         return tuple(records), tuple(damage)
+
+    def _names(self, kind: str) -> list[str]:
+        """The names of the records of a kind, in any order."""
+        prefix = f"{self.name}/{kind}-"
+        return [n for n in _whole_files(self.storage, self.name) if n.startswith(prefix)]
 
     def _write(self, file: str, content: Content, may_write: Callable[[], bool]) -> None:
         self.storage.write(f"{self.name}/{file}", content, may_write=may_write)
