@@ -243,7 +243,7 @@ class Job:
         goes on from it. The job may be running meanwhile.
 
         Raises:
-            ConfigError: the name is not allowed or taken, or nothing was saved yet.
+            ConfigError: the name is not allowed, taken or just being taken, or nothing was saved.
             CheckpointError: the version is damaged, or the storage refuses.
         """
         return save_as(self.config.checkpoint.directory, name)

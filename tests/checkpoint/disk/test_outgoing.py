@@ -1,6 +1,7 @@
 """What is taken out of a tier in which a job saves and prunes meanwhile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,15 +10,22 @@ import pytest
 from safetensors.numpy import save
 from xxhash import xxh3_128_hexdigest
 
-from planaria.checkpoint.disk.outgoing import export_parameters, save_as
+from helpers.object_store import object_store
+from planaria.checkpoint.disk.outgoing import export_parameters, kept_saves, save_as
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.messages import LayerFile
 from planaria.core.specs import Prepared
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.job.save_facts import save_facts
 
 LAYERS = 3
+
+
+@pytest.fixture(params=["directory", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with object_store() if request.param == "store" else nullcontext(str(tmp_path)) as where:
+        yield where
 
 
 def saved(tier: Tier, iteration: int) -> Manifest:
@@ -97,6 +105,45 @@ def test_what_was_half_copied_is_removed(
     with pytest.raises(error):
         save_as(str(tmp_path), "best")
     assert not (tmp_path / "best").exists()
+
+
+def test_two_at_once_do_not_share_a_name(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one's undo removed the layers of the first one, or its manifest."""
+    tier, refused = tier_of(place), list[str]()
+    saved(tier, 1)
+
+    def save_the_second(_tier: Tier, _manifest: Manifest) -> None:
+        if not refused:
+            with pytest.raises(ConfigError, match="another process is saving under") as caught:
+                save_as(place, "best")
+            refused.append(caught.value.remedy)
+
+    before_each_second_layer(monkeypatch, save_the_second)
+
+    assert save_as(place, "best") == f"{place}/best/1-0"
+    kept = tier_of(f"{place}/best")
+    newest = kept.newest()
+    assert newest is not None
+    assert [kept.read_layer(newest, n)["parameter/w"].sum() for n in range(LAYERS)] == [4.0] * 3
+    assert f"remove {place}/best/.claim" in refused[0]
+    assert kept.storage.versions() == ["1-0"]
+
+
+def test_a_name_that_a_killed_process_has_claimed_is_free_once_its_file_is_removed(
+    place: str,
+) -> None:
+    tier = tier_of(place)
+    saved(tier, 1)
+    assert tier.storage.create("best/.claim", b"of another")
+
+    with pytest.raises(ConfigError, match="or was killed while it did"):
+        save_as(place, "best")
+    assert kept_saves(place) == {}
+    assert [version.name for version in tier.versions()] == ["1-0"]
+    assert tier_of(f"{place}/best").versions() == ()
+    tier.storage.remove("best", ["best/.claim"])
+    save_as(place, "best")
+    assert [*kept_saves(place)] == ["best"]
 
 
 def test_a_layer_that_was_laid_out_otherwise_is_kept_as_it_is_written_now(tmp_path: Path) -> None:

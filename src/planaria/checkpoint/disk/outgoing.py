@@ -13,8 +13,9 @@ read.
 import json
 import logging
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -47,6 +48,7 @@ _COMPANIONS: Final = (
     *("*.model", "*.tiktoken", "sentencepiece*", "chat_template*", "additional_chat_templates/*"),
     *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
 )
+_CLAIM: Final = ".claim"  # Who lists saves ignores it, since no version has such a name.
 _ADAPTER: Final = re.compile(r"(\.lora_[AB])\.default(?=\.)")
 _PREFIX: Final = "parameter/"
 _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
@@ -110,7 +112,8 @@ def save_as(place: str, name: str, *, field: str = "name") -> str:
         field: argument or option that the name was given for, for the error.
 
     Raises:
-        ConfigError: the name is not allowed or is taken, or there is no version.
+        ConfigError: the name is not allowed or is taken, another process saves under it, or there
+            is no version.
         CheckpointError: the version is damaged, or the storage refuses; nothing is left under the
             name then.
     """
@@ -121,20 +124,53 @@ def save_as(place: str, name: str, *, field: str = "name") -> str:
         )
         raise ConfigError(field, name, remedy)
     tier, kept = tier_of(place), tier_of(_place_of(place, name))
+    _check_free(kept, name, field=field)
+    manifest = newest_of(tier, place)
+    with _claimed_name(tier, name, field=field):
+        _check_free(kept, name, field=field)  # Another process may just have given its claim back.
+        for number in count(1):
+            try:
+                _copy(tier, kept, manifest)
+                break
+            except CheckpointError as error:
+                if number == _TRIES_MAX or _is_there(tier, manifest):
+                    raise
+                logger.info("%s was pruned: %s", tier.where(*_numbers(manifest)), error)
+            manifest = newest_of(tier, place)
+    return kept.where(*_numbers(manifest))
+
+
+def _check_free(kept: Tier, name: str, *, field: str) -> None:
+    """Raises a ConfigError if there is a complete version under a name."""
     if there := [version.name for version in kept.versions() if version.manifest]:
         raise ConfigError(
             field, name, f"this name is taken: it already holds {there[0]}; choose another name"
         )
-    for number in count(1):
-        manifest = newest_of(tier, place)
+
+
+@contextmanager
+def _claimed_name(tier: Tier, name: str, *, field: str) -> Iterator[None]:
+    """A context in which no other process saves under a name.
+
+    Two would write the same files, and the one that failed would remove those of the other.
+
+    Raises:
+        ConfigError: another process does, or one that was killed has.
+    """
+    claim = f"{name}/{_CLAIM}"
+    if not tier.storage.create(claim, secrets.token_hex(16).encode()):
+        remedy = (
+            "another process is saving under this name, or was killed while it did; if none is, "
+            f"remove {tier.storage.where(claim)}, or choose another name"
+        )
+        raise ConfigError(field, name, remedy)
+    try:
+        yield
+    finally:
         try:
-            _copy(tier, kept, manifest)
-            break
+            tier.storage.remove(name, [claim])
         except CheckpointError as error:
-            if number == _TRIES_MAX or _is_there(tier, manifest):
-                raise
-            logger.info("%s was pruned: %s", tier.where(*_numbers(manifest)), error)
-    return kept.where(*_numbers(manifest))
+            logger.warning("%s", error)
 
 
 def _copy(source: Tier, target: Tier, manifest: Manifest) -> None:
@@ -155,12 +191,9 @@ def _copy(source: Tier, target: Tier, manifest: Manifest) -> None:
 
 
 def _discard(tier: Tier, manifest: Manifest) -> None:
-    """Removes an unfinished copy, and the directory of its name if that is empty then."""
+    """Removes an unfinished copy."""
     with suppress(CheckpointError):  # The error that led here is the one to report.
         tier.discard(*_numbers(manifest))
-    if isinstance(tier.storage, Directory):
-        with suppress(OSError):  # The directory holds something else.
-            tier.storage.path.rmdir()
 
 
 def _is_there(tier: Tier, manifest: Manifest) -> bool:
