@@ -247,6 +247,16 @@ def test_old_versions_are_removed(directory: Path) -> None:
     assert "no more versions than it should keep" in told("prune", str(directory), "--keep", "1")
 
 
+def test_incomplete_versions_that_are_newer_than_all_others_are_named(directory: Path) -> None:
+    """Each may be a save that a disk refused, or one that is being written."""
+    tier_of(str(directory)).write_layer(40, 1, 0, {"parameter/w": np.zeros(9)})
+    for output in (told("prune", str(directory)), told("prune", str(directory))):
+        assert f"{directory / '40-1'} stays: it is not complete" in output
+        assert "a job may be writing it; if none is, remove it" in output
+
+    assert [one.name for one in tier_of(str(directory)).versions()] == ["40-1", "30-1", "20-1"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -218,6 +218,28 @@ def test_what_others_wrote_of_a_skipped_save_is_removed() -> None:
     assert not state.saves.files
 
 
+def test_what_others_write_of_a_save_after_it_was_skipped_is_removed_each_time() -> None:
+    """A rank that is still writing leaves more, and no newer save may ever be complete."""
+    events: list[Event] = [
+        skipped(1, NEXT),
+        save_report(0, NEXT, epoch=0, layers=LOWER[:1]),
+        save_report(0, NEXT, epoch=0, layers=LOWER),
+    ]
+    state, commands = after(training_halves(RULES), events, RULES)
+
+    assert of_type(commands, Discard) == [Discard(NEXT, 0, ""), Discard(NEXT, 0, "")]
+    assert not state.saves.files
+
+
+def test_what_is_written_of_a_failed_save_whose_manifest_is_there_stays() -> None:
+    """The store lost the answer to the request, and a coordinator that came later has listed it."""
+    failed = SaveFailed(rank=BY_PUBLISHER, epoch=0, iteration=NEXT, reason="503")
+    state, _ = after(publishing(), [failed, Published(NEXT, 0)], RULES)
+    _, commands = after(state, [save_report(0, NEXT, epoch=0, layers=LOWER)], RULES)
+
+    assert not of_type(commands, Discard)
+
+
 def test_a_save_that_cannot_be_complete_lets_the_next_one_have_its_turn() -> None:
     """The disk has answered, if only with no."""
     state, _ = after(publishing(), whole(NEXT + 1), RULES)

@@ -181,7 +181,8 @@ def prune(
 ) -> None:
     """Removes old versions, and incomplete versions that are older than a complete one.
 
-    A version that was kept under a name stays, and does not count.
+    Newer incomplete ones are named: a job may be writing them. A version that was kept under a name
+    stays, and does not count.
     """
     _versions(directory)
     tier = tier_of(directory)
@@ -189,6 +190,13 @@ def prune(
     console = Console(soft_wrap=True, highlight=False)
     for name in removed:
         console.print(f"removed {tier.storage.where(name)}", markup=False)
+    left = tier.versions()
+    has_complete = any(version.manifest for version in left)
+    for version in left:
+        if has_complete and version.reason == UNPUBLISHED:
+            where = tier.where(version.iteration, version.epoch)
+            text = "it is not complete, and a job may be writing it; if none is, remove it"
+            console.print(f"{where} stays: {text}", markup=False)
     if not removed:
         why = f"{directory} has no more versions than it should keep"
         if tier.newest() is None:

@@ -49,8 +49,9 @@ def _layers_saved(state: JobState, event: LayersSaved) -> Step:
     """Notes layers that are on disk, and publishes the save if it has all its layers."""
     key = (event.iteration, event.epoch)
     saves = state.saves
-    is_settled = event.iteration <= saves.newest_iteration or key in saves.unsaved
-    is_settled = is_settled or key in saves.publishing
+    if key in saves.unsaved and key not in saves.versions:
+        return state, (Discard(*key, ""),)  # It was perhaps written after a removal.
+    is_settled = event.iteration <= saves.newest_iteration or key in saves.publishing
     if event.epoch < saves.since_epoch or is_settled:
         return state, ()
     files = {**saves.files.get(key, {}), **{file.layer: file for file in event.files}}

@@ -307,7 +307,7 @@ def test_time_goes_on_while_the_journals_disk_hangs(tmp_path: Path) -> None:
     ("left", "error", "expected"),
     [
         (Unfinished.NOTHING, None, []),
-        (Unfinished.REMOVALS, None, ["planaria checkpoint prune removes them"]),
+        (Unfinished.REMOVALS, None, ["planaria checkpoint prune removes or names them"]),
         (Unfinished.SAVES, None, ["does not answer"]),
         (Unfinished.SAVES, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
         (Unfinished.NOTHING, RuntimeError("ours"), ["raised RuntimeError('ours')"]),

@@ -96,6 +96,32 @@ def test_nobody_waits_for_the_disk_and_what_is_asked_for_happens_in_order(
     assert [version.name for version in threaded.tier.versions()] == ["3-0"]
 
 
+def test_a_failed_save_is_removed_once_for_all_who_ask_before_its_turn(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each late report of a layer asks; what is written during the removal has its own."""
+    begun, removed = threading.Event(), []
+
+    def discard(tier: Tier, iteration: int, epoch: int) -> None:
+        del tier
+        removed.append((iteration, epoch))
+        begun.set()
+        assert threaded.may_remove.wait(20.0)
+
+    monkeypatch.setattr(Tier, "discard", discard)
+    threaded.ask(1)
+    for _ in range(100):
+        threaded.thread.discard(Discard(2, 0, ""))
+    threaded.thread.discard(Discard(2, 1, ""))
+    threaded.may_answer.set()
+    assert begun.wait(20.0)
+    threaded.thread.discard(Discard(2, 0, ""))
+    threaded.may_remove.set()
+    threaded.wait_done()
+
+    assert removed == [(2, 0), (2, 1), (2, 0)]
+
+
 PUBLISHER = "planaria.nodes.head.publisher"
 
 

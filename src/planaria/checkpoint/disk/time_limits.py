@@ -189,7 +189,7 @@ def discard(tier: Tier, versions: Sequence[tuple[int, int]], *, run: str = "") -
             where = tier.storage.where("")
             yield (
                 f"{where} is slow, so parts of failed saves stay there; planaria checkpoint "
-                "prune removes them"
+                "prune removes or names them"
             )
             return
         try:

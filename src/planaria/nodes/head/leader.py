@@ -288,7 +288,7 @@ class _Leader:
             Unfinished.NOTHING: "",
             Unfinished.REMOVALS: (
                 "the job does not wait until files that it no longer needs are removed "
-                f"from {where}; planaria checkpoint prune removes them"
+                f"from {where}; planaria checkpoint prune removes or names them"
             ),
             Unfinished.SAVES: (
                 f"{where} does not answer, and the job does not wait for it; planaria "
@@ -301,7 +301,7 @@ class _Leader:
             logger.error("the publisher of saves raised", exc_info=error)
             text = (
                 f"the publisher of saves raised {error!r}; planaria checkpoint ls shows which "
-                "saves are complete, and planaria checkpoint prune removes the others"
+                "saves are complete, and planaria checkpoint prune removes or names the others"
             )
         if text:
             self.notify(Warned(text=text))

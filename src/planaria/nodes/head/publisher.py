@@ -317,6 +317,7 @@ class PublisherThread:
         self._on_error = on_error
         self._now_s = now_s
         self._requests: deque[_DiskRequest] = deque()  # The first one is under way.
+        self._removals: set[tuple[int, int]] = set()  # Failed saves whose removals wait.
         self._changed = threading.Condition()  # Its lock is reentrant, on which `tick` relies.
         self._since_s = 0.0
         self._warned_s = SLOW_S / 2.0
@@ -341,17 +342,18 @@ class PublisherThread:
         self._add_request(lambda: self._publish(command), what, unfinished=Unfinished.SAVES)
 
     def discard(self, command: Discard) -> None:
-        """Reports a failed save, and queues the removal of its files."""
+        """Reports a failed save, and queues the removal of its files, unless that waits already."""
         iteration, epoch = command.iteration, command.epoch
         if command.reason:
             self._notify(Unsaved(iteration=iteration, epoch=epoch, reason=command.reason))
-        if len(self._requests) < _REMOVALS_MAX:
-            what = f"remove the failed save of iteration {iteration}"
-            self._add_request(
-                lambda: self._publisher.discard(iteration, epoch),
-                what,
-                unfinished=Unfinished.REMOVALS,
-            )
+        with self._changed:
+            is_waiting = (iteration, epoch) in self._removals
+            if is_waiting or len(self._requests) >= _REMOVALS_MAX:
+                return
+            self._removals.add((iteration, epoch))
+        what = f"remove the failed save of iteration {iteration}"
+        remove = partial(self._discard, iteration, epoch)
+        self._add_request(remove, what, unfinished=Unfinished.REMOVALS)
 
     def check_save(self, source: str, layer: int) -> None:
         """See Publisher."""
@@ -445,6 +447,11 @@ class PublisherThread:
         with self._changed:
             ask = partial(self.mark_epoch, epoch, nodes)
             self._marking.note(ask, self._now_s(), is_done=is_marked)
+
+    def _discard(self, iteration: int, epoch: int) -> None:
+        with self._changed:
+            self._removals.discard((iteration, epoch))
+        self._publisher.discard(iteration, epoch)
 
     def _publish(self, command: Publish) -> None:
         if self._publisher.publish(command, tries_again=self._awaits_next_try):
