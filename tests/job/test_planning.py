@@ -3,7 +3,8 @@
 import os
 import re
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 from helpers.command import PACED
 from helpers.refused_reads import refused_reads
-from planaria.checkpoint.disk.tiers import Manifest, Start, tier_of
+from planaria.checkpoint.disk.storage import Content, ContentInfo, Storage, storage_of
+from planaria.checkpoint.disk.tiers import Manifest, Start, Tier, tier_of
 from planaria.core.specs import Prepared
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError, UnwritableError
+from planaria.job import places
 from planaria.job.config import job_from_dict, load_job
 from planaria.job.places import find_start
 from planaria.job.planning import (
@@ -153,6 +156,85 @@ def test_a_run_begins_with_an_epoch_that_no_save_has(tmp_path: Path) -> None:
     assert start == Start(sound, epoch=2)
     assert any("20-1 is not complete" in note for note in notes)
     assert plan_job(config, Prepared(profile=profile), start=start).plan.epoch == 2
+
+
+@dataclass(frozen=True)
+class _Store:
+    """A store that answers requests to create an object as a test wants it to.
+
+    Attributes:
+        create: function that does it.
+        has_removal: whether it removes objects.
+    """
+
+    storage: Storage
+    create: Callable[[str, bytes], bool]
+    has_removal: bool = True
+
+    def where(self, name: str) -> str:
+        return self.storage.where(name)
+
+    def entries(self, version: str) -> dict[str, ContentInfo]:
+        return self.storage.entries(version)
+
+    def versions(self) -> list[str]:
+        return self.storage.versions()
+
+    def read(self, name: str) -> bytes:
+        return self.storage.read(name)
+
+    def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
+        self.storage.write(name, content, may_write=may_write)
+
+    def remove(self, version: str, names: Sequence[str]) -> None:
+        if not self.has_removal:
+            raise CheckpointError("cannot remove it: AccessDenied")
+        self.storage.remove(version, names)
+
+
+def _refuse_create(name: str, _: bytes) -> bool:
+    raise UnwritableError(f"cannot write {name}: 501 Not Implemented")
+
+
+@pytest.mark.parametrize(
+    ("create", "words"),
+    [
+        (_refuse_create, "501 Not Implemented; .* must allow to read, write and remove objects"),
+        (lambda _name, _content: True, "writes an object again that is to be written once"),
+    ],
+)
+def test_a_store_in_which_no_save_can_be_complete_is_refused_before_training(
+    create: Callable[[str, bytes], bool], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first thing that was written there was the last save, after days."""
+    url = "memory:///jobs"
+    config = load_job(PACED, overrides=[f"checkpoint.directory={url}"])
+    tier = Tier(_Store(storage_of(url), create))
+    monkeypatch.setattr(places, "tier_of", lambda _: tier)
+
+    with pytest.raises(
+        ConfigError, match=rf"checkpoint\.directory = .*no save .* there: .*{words}"
+    ):
+        find_start(config, resume=False, note=_refuse_notes)
+
+
+@pytest.mark.parametrize("has_removal", [True, False])
+def test_a_store_is_left_as_it_was(has_removal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that removes nothing can be saved to, but the user should know."""
+    url, notes = "memory:///jobs", list[str]()
+    config = load_job(PACED, overrides=[f"checkpoint.directory={url}"])
+    storage = storage_of(url)
+    tier = Tier(_Store(storage, storage.create, has_removal))
+    monkeypatch.setattr(places, "tier_of", lambda _: tier)
+    start = find_start(config, resume=False, note=notes.append)
+
+    assert start == Start()
+    assert len(storage.entries("")) == len(notes) == (not has_removal)
+    assert notes in ([], ["cannot remove it: AccessDenied; older saves will stay there, too"])
+
+
+def _refuse_notes(text: str) -> None:
+    raise AssertionError(text)
 
 
 def test_a_save_of_a_model_with_other_layers_is_refused_before_any_node_starts(

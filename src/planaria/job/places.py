@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from planaria.checkpoint.disk.claim import claim
+from planaria.checkpoint.disk.storage import Storage, is_url
 from planaria.checkpoint.disk.tiers import Start, tier_of
 from planaria.checkpoint.disk.time_limits import (
     LOOK_TIMEOUT_S,
@@ -16,7 +18,7 @@ from planaria.checkpoint.disk.time_limits import (
     with_time_limit,
 )
 from planaria.core.job import JobConfig
-from planaria.errors import ConfigError, LateError
+from planaria.errors import CheckpointError, ConfigError, LateError
 from planaria.job.lost_heads import assemble_parts
 from planaria.job.planning import skipped_texts, starting_point
 from planaria.nodes.head.journal_place import journal_place, other_journal_place
@@ -78,7 +80,8 @@ def find_start(
 ) -> Start:
     """The checkpoint to go on from, and the first epoch.
 
-    What nodes of a lost head have saved by themselves is made a save first.
+    An object store is tried first. What nodes of a lost head have saved by themselves is made a
+    save.
 
     Args:
         may_begin: whether the job begins anew where there is nothing to resume from.
@@ -86,16 +89,45 @@ def find_start(
         runner: runs what serves machines, which may bring nodes that are still saving.
 
     Raises:
-        ConfigError: see `starting_point`; or the disk or store does not answer.
+        ConfigError: see `starting_point`; or the disk or store does not answer, or no save could be
+            completed in the store.
     """
     checkpoint = config.checkpoint
     tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
     with _answering_in_time(config):
+        if is_url(checkpoint.directory):
+            _check_store(tier.storage, note)
         assemble_parts(config, tier, resume=resume, note=note, runner=runner)
         manifest = starting_point(config, tier, resume=resume, may_begin=may_begin)
         for text in skipped_texts(tier, manifest) if manifest else ():
             note(text)
         return Start(manifest, tier.next_epoch())
+
+
+def _check_store(storage: Storage, note: Callable[[str], None]) -> None:
+    """Writes an object to a store as manifests are written, once and no second time; removes it."""
+    name, place = f".planaria-probe-{secrets.token_hex(8)}", storage.where("")
+    try:
+        storage.create(name, b"")
+        is_overwritten = storage.create(name, b"again")
+    except LateError:
+        raise
+    except CheckpointError as error:
+        remedy = (
+            f"no save could be completed there: {error}; the credentials must allow to read, write "
+            "and remove objects, and the store must heed If-None-Match"
+        )
+        raise ConfigError("checkpoint.directory", place, remedy) from error
+    try:
+        storage.remove("", [name])
+    except CheckpointError as error:
+        note(f"{error}; older saves will stay there, too")
+    if is_overwritten:
+        remedy = (
+            "no save could be completed there: the store writes an object again that is to be "
+            "written once (it ignores If-None-Match); name another store"
+        )
+        raise ConfigError("checkpoint.directory", place, remedy)
 
 
 @contextmanager
