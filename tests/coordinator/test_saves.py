@@ -178,6 +178,43 @@ def test_the_last_save_is_waited_for_as_long_as_it_gets_on() -> None:
     assert state.phase is Phase.ENDED
 
 
+def saving_last(before: JobState) -> JobState:
+    """The last iteration is trained, and the last save is whole."""
+    done = [iteration_report(r, NEXT, epoch=0, ends=True) for r in HALVES.ranks]
+    state, _ = after(before, done, RULES)
+    assert state.phase is Phase.SAVING
+    state, commands = after(state, whole(NEXT + 1), RULES)
+    assert [publish.iteration for publish in of_type(commands, Publish)] in ([NEXT + 1], [])
+    return state
+
+
+def test_the_layers_of_a_last_save_stay_when_its_manifest_is_refused() -> None:
+    """They are all that is left of the run; a report that a new connection brings again changes
+    nothing."""
+    state = saving_last(training_halves(RULES))
+    failed = SaveFailed(rank=BY_PUBLISHER, iteration=NEXT + 1, epoch=0, reason="503")
+    state, commands = after(state, [failed, *whole(NEXT + 1)], RULES)
+
+    assert not of_type(commands, Discard)
+    (warned,) = of_type(commands, Warned)
+    (end,) = of_type(commands, End)
+    reason = f"503; all its layers stay in checkpoints/{NEXT + 1}-0; only its manifest is missing"
+    assert warned.text == f"iteration {NEXT + 1} was not saved: {reason}"
+    assert (end.ending, end.reason) == (Ending.UNSAVED, reason)
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_the_layers_of_a_last_save_stay_when_its_manifest_is_given_up(is_behind: bool) -> None:
+    """The disk does not answer for it, or not even for the save before it."""
+    state = saving_last(publishing() if is_behind else training_halves(RULES))
+    state, commands = step(RULES, state, Tick(), NOW_S + TIMEOUT_S)
+    _, ends = step(RULES, state, Tick(), NOW_S + TIMEOUT_S)
+
+    assert not of_type((*commands, *ends), Discard)
+    (end,) = of_type((*commands, *ends), End)
+    assert f"all its layers stay in checkpoints/{NEXT + 1}-0" in end.reason
+
+
 def test_saves_are_made_complete_one_after_the_other_and_few_wait() -> None:
     """Ranks may write faster than one disk answers the coordinator: then newer saves count."""
     state = publishing()

@@ -1,5 +1,7 @@
 """Saves to disk: each is complete when every layer is written, and dropped if one cannot be.
 
+Only a last save that lacks nothing but its manifest stays where it is.
+
 The disk answers late, or never. Training does not wait for it. A recovery waits if its decision
 depends on the answer, and the end of the job waits for the last save, but neither waits for longer
 than `checkpoint.timeout_s` without an answer.
@@ -18,7 +20,7 @@ from planaria.coordinator.commands import (
 )
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.state import JobState, Loss, Step
+from planaria.coordinator.state import JobState, Loss, Phase, Step
 from planaria.core.copies import version_name
 from planaria.core.kinds import LossKind
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
@@ -40,7 +42,7 @@ def on_saving(
         case LayersSaved():
             return _layers_saved(state, event)
         case SaveFailed():
-            return _save_failed(state, event)
+            return _save_failed(rules, state, event)
         case Published() | Pruned() | SavesListed():
             return publish_next(on_version_event(rules, state, event))
 
@@ -50,7 +52,8 @@ def _layers_saved(state: JobState, event: LayersSaved) -> Step:
     key = (event.iteration, event.epoch)
     saves = state.saves
     if key in saves.unsaved and key not in saves.versions:
-        return state, (Discard(*key, ""),)  # It was perhaps written after a removal.
+        late = Discard(*key, "")  # It was perhaps written after a removal.
+        return state, () if key in saves.kept else (late,)
     is_settled = event.iteration <= saves.newest_iteration or key in saves.publishing
     if event.epoch < saves.since_epoch or is_settled:
         return state, ()
@@ -144,18 +147,37 @@ def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
     return None if is_spoilt else (rules.first_iteration, rules.source)
 
 
-def _save_failed(state: JobState, event: SaveFailed) -> Step:
-    """Discards a save that cannot become complete, and publishes the next one."""
-    state, commands = _drop_save(state, event)
+def _save_failed(rules: Rules, state: JobState, event: SaveFailed) -> Step:
+    """Gives up a save that cannot become complete, and publishes the next one."""
+    state, commands = _give_up(rules, state, event)
     state, publishes = publish_next(state)
     return state, (*commands, *publishes)
+
+
+def _give_up(rules: Rules, state: JobState, event: SaveFailed) -> Step:
+    """Drops a failed save; the layers of the last one stay if they are all there."""
+    key = (event.iteration, event.epoch)
+    is_last = state.phase is Phase.SAVING and key == (state.commits.next_iteration, state.epoch)
+    if not is_last or key in state.saves.unsaved or not _has_all_layers(state, key):
+        return _drop_save(state, event)
+    where = f"{rules.job.checkpoint.directory.rstrip('/')}/{version_name(*key)}"
+    reason = f"{event.reason}; all its layers stay in {where}; only its manifest is missing"
+    state, _ = _drop_save(state, replace(event, reason=reason))
+    state = replace(state, saves=replace(state.saves, kept=state.saves.kept | {key}))
+    text = f"iteration {event.iteration} was not saved: {reason}"
+    return state, (Notify(Warned(text=text, event="save_failed")),)
+
+
+def _has_all_layers(state: JobState, key: tuple[int, int]) -> bool:
+    files = state.saves.files.get(key, ())
+    return key in state.saves.publishing or len(files) == state.plan.num_layers
 
 
 def _drop_save(state: JobState, event: SaveFailed) -> Step:
     iteration, reason = event.iteration, event.reason
     key = (iteration, event.epoch)
     files = state.saves.files
-    is_whole = key in state.saves.publishing or len(files.get(key, ())) == state.plan.num_layers
+    is_whole = _has_all_layers(state, key)
     is_there = key in files or event.rank == BY_PUBLISHER
     if event.rank == BY_PUBLISHER:
         state = _without_publishing(state, key)
@@ -225,7 +247,7 @@ def await_last_save(rules: Rules, state: JobState, now_s: float) -> Step:
             f"{timeout_s:g})"
         )
         failed = SaveFailed(rank=BY_PUBLISHER, epoch=state.epoch, iteration=number, reason=reason)
-        return _drop_save(state, failed)
+        return _give_up(rules, state, failed)
     if silent_s < SLOW_S or state.saves.is_slow_told:
         return state, ()
     text = (

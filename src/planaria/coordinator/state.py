@@ -184,6 +184,7 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
             head reads them itself.
         publishing: saves whose manifests are being written.
         unsaved: reasons why saves of this run failed, by save, the newest first.
+        kept: failed saves whose layers stay on disk, all of them, without a manifest.
         is_listing: whether it is still unknown which saves existed when this coordinator began.
         num_skipped: number of saves that were skipped because earlier ones were under way.
         wrote_s: time at which a part of a save was last written, or the wait for the last save
@@ -199,6 +200,7 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
     checking: Mapping[str, CopySpoilt] = msgspec.field(default_factory=dict)
     publishing: frozenset[tuple[int, int]] = frozenset()
     unsaved: Mapping[tuple[int, int], str] = msgspec.field(default_factory=dict)
+    kept: frozenset[tuple[int, int]] = frozenset()
     is_listing: bool = False
     num_skipped: int = 0
     wrote_s: float = 0.0
