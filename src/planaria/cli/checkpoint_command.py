@@ -186,10 +186,11 @@ def prune(
     """
     _versions(directory)
     tier = tier_of(directory)
-    removed = tier.prune(keep)
     console = Console(soft_wrap=True, highlight=False)
-    for name in removed:
+    removed = []
+    for name in tier.each_pruned(keep):
         console.print(f"removed {tier.storage.where(name)}", markup=False)
+        removed.append(name)
     left = tier.versions()
     has_complete = any(version.manifest for version in left)
     for version in left:

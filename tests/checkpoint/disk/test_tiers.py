@@ -384,6 +384,19 @@ def test_prune_0_keeps_every_complete_version(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-0", "3-0"]
 
 
+def test_a_version_that_cannot_be_removed_holds_up_no_other(tmp_path: Path) -> None:
+    """It was the first one again each time, and the disk filled up."""
+    tier = tier_of(str(tmp_path))
+    for iteration in (10, 20, 30, 40, 50):
+        saved(tier, iteration)
+    (tmp_path / "10-0" / "notes").mkdir()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"cannot remove .*10-0/notes"):
+            tier.prune(2)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10-0", "40-0", "50-0"]
+
+
 def test_prune_cut_short_leaves_no_version_that_looks_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

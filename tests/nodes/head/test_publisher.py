@@ -7,8 +7,8 @@ import pytest
 
 from helpers.refused_reads import refused_reads
 from helpers.told_publisher import ToldPublisher
-from planaria.checkpoint.disk.parts import HeadMark, RunPlace
-from planaria.checkpoint.disk.tiers import Tier
+from planaria.checkpoint.disk.parts import EpochMark, HeadMark, RunPlace
+from planaria.checkpoint.disk.tiers import Tier, tier_of
 from planaria.checkpoint.disk.time_limits import discard
 from planaria.coordinator.commands import (
     Pruned,
@@ -152,11 +152,29 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_spoil_the_new_one(
 ) -> None:
     """The save is good; that the disk fills up is a thing to say."""
     told = ToldPublisher(tmp_path)
-    monkeypatch.setattr(Tier, "prune", refuse)
+    monkeypatch.setattr(Tier, "each_pruned", refuse)
     told.publish(1)
 
     assert told.events == [Published(1, 0)]
     assert told.notices[1] == Warned(text="old checkpoints stay: the disk refuses")
+
+
+def test_what_is_removed_is_told_also_where_something_else_cannot_be(tmp_path: Path) -> None:
+    """Nobody goes back to a save that is gone; and what lost heads have left goes, too."""
+    older = RunPlace(tier_of(str(tmp_path)).storage, "run-000001-a1")
+    older.write_mark(EpochMark(epoch=1, nodes=(0,), job={}))
+    told = ToldPublisher(tmp_path, keep=0, run="run-000002-b2")
+    for iteration in (1, 2, 3):
+        told.publish(iteration)
+    older.write_mark(EpochMark(epoch=1, nodes=(0,), job={}))
+    (tmp_path / "2-0" / "notes").mkdir()
+    last = ToldPublisher(tmp_path, keep=1, run="run-000002-b2")
+    last.publish(4)
+
+    assert last.events == [Published(4, 0), Pruned("1-0"), Pruned("3-0")]
+    (warned,) = [notice for notice in last.notices if isinstance(notice, Warned)]
+    assert "old checkpoints stay: cannot remove " in warned.text
+    assert not (tmp_path / older.name).exists()
 
 
 def test_what_nobody_completed_is_removed_where_all_saves_are_kept(tmp_path: Path) -> None:

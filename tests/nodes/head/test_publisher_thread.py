@@ -200,7 +200,7 @@ def test_removals_alone_are_waited_for_less_and_are_no_lost_save(
     threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that takes half a second for each request does answer."""
-    monkeypatch.setattr(Tier, "prune", lambda *_, **__: threaded.may_remove.wait(20.0) and ())
+    monkeypatch.setattr(Tier, "each_pruned", lambda *_, **__: threaded.may_remove.wait(20.0) and ())
     threaded.may_answer.set()
     threaded.ask(1)
     assert threaded.published.wait(20.0)

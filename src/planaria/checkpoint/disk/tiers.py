@@ -331,7 +331,11 @@ class Tier:
         return where, content
 
     def prune(self, keep: int, *, unused: Collection[str] = ()) -> tuple[str, ...]:
-        """Removes versions that are no longer needed and returns their names, oldest first.
+        """Removes what `each_pruned` removes and returns the names, oldest first."""
+        return tuple(self.each_pruned(keep, unused=unused))
+
+    def each_pruned(self, keep: int, *, unused: Collection[str] = ()) -> Iterator[str]:
+        """Removes versions that are no longer needed; yields the name of each, the oldest first.
 
         These are the complete versions beyond the `keep` newest, and the versions without a
         manifest that are older than the newest complete one: nobody finishes them any more. A
@@ -343,6 +347,10 @@ class Tier:
             keep: number of complete versions to keep; 0: all of them.
             unused: names of versions whose layers could not be read, though their manifests can;
                 they are kept and not counted.
+
+        Raises:
+            CheckpointError: the first version that cannot be removed; the others are removed before
+                it is raised.
         """
         assert keep >= 0
         doomed, num_complete = [], 0
@@ -360,9 +368,16 @@ class Tier:
                 if 0 < keep < num_complete:
                     doomed.append(name)
         doomed.reverse()
+        refusals = []
         for name in doomed:
-            self._remove(name)
-        return tuple(doomed)
+            try:
+                self._remove(name)
+            except CheckpointError as error:
+                refusals.append(error)
+            else:
+                yield name
+        if refusals:
+            raise refusals[0]
 
     def discard(self, iteration: int, epoch: int) -> None:
         """Removes an unpublished version; does nothing if it does not exist.

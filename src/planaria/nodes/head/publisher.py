@@ -189,13 +189,19 @@ class Publisher:
         Args:
             unused: versions that do not count as saves to keep.
         """
+        refusals = []
         try:
-            for source in self._tier.prune(self._keep, unused=unused):
+            for source in self._tier.each_pruned(self._keep, unused=unused):
                 self._queue(Pruned(source))
+        except CheckpointError as error:
+            refusals.append(error)
+        try:
             if self._run is not None:
                 remove_runs(self._tier.storage, before=self._run.name)
         except CheckpointError as error:
-            self._notify(Warned(text=f"old checkpoints stay: {error}"))
+            refusals.append(error)
+        if refusals:
+            self._notify(Warned(text=f"old checkpoints stay: {refusals[0]}"))
 
     def discard(self, iteration: int, epoch: int) -> None:
         """Removes the files of a failed save, unless a newer run may have a save of that name."""
