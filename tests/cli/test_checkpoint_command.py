@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from helpers.saved_datasets import saved_dataset
 from helpers.saves import stepped_save
 from planaria.checkpoint.disk.storage import Directory
-from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.cli.main import app
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.datasets import load_dataset
@@ -245,6 +246,28 @@ def test_old_versions_are_removed(directory: Path) -> None:
     assert output.count("removed /") == 3
     assert [one.name for one in tier_of(str(directory)).versions()] == ["30-1"]
     assert "no more versions than it should keep" in told("prune", str(directory), "--keep", "1")
+
+
+def test_a_damaged_version_does_not_count_among_those_that_stay(directory: Path) -> None:
+    """Its manifest and its sizes are right, and the only sound version was removed for it."""
+    file = directory / "30-1" / "layer-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    output = told("prune", str(directory), "--keep", "1")
+
+    assert f"{directory / '30-1'} does not count, and stays: {file} does not hold what" in output
+    assert output.count("removed /") == 2
+    assert [one.name for one in tier_of(str(directory)).versions()] == ["30-1", "20-1"]
+
+
+def test_versions_are_not_read_where_no_complete_one_goes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have terabytes."""
+    monkeypatch.setattr(Tier, "read_layer", Mock(side_effect=AssertionError))
+
+    assert told("prune", str(directory), "--keep", "3").count("removed /") == 1
 
 
 def test_incomplete_versions_that_are_newer_than_all_others_are_named(directory: Path) -> None:

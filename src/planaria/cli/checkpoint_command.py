@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -182,13 +182,18 @@ def prune(
     """Removes old versions, and incomplete versions that are older than a complete one.
 
     Newer incomplete ones are named: a job may be writing them. A version that was kept under a name
-    stays, and does not count.
+    stays, and does not count. Nor does a damaged one: before complete versions are removed, those
+    that stay are read.
     """
-    _versions(directory)
-    tier = tier_of(directory)
+    versions, tier = _versions(directory), tier_of(directory)
     console = Console(soft_wrap=True, highlight=False)
+    damaged = _damaged_newest(tier, versions, keep)
+    for name, reason in damaged.items():
+        console.print(
+            f"{tier.storage.where(name)} does not count, and stays: {reason}", markup=False
+        )
     removed = []
-    for name in tier.each_pruned(keep):
+    for name in tier.each_pruned(keep, unused=damaged):
         console.print(f"removed {tier.storage.where(name)}", markup=False)
         removed.append(name)
     left = tier.versions()
@@ -206,6 +211,27 @@ def prune(
                 "if none is, remove the directory"
             )
         console.print(f"nothing to remove: {why}", markup=False)
+
+
+def _damaged_newest(tier: Tier, versions: Sequence[SavedVersion], num_sound: int) -> dict[str, str]:
+    """The damaged ones of the newest complete versions, with their first errors.
+
+    Empty if there are no more complete versions than the sound ones that are needed.
+
+    Args:
+        versions: all versions, the newest first.
+        num_sound: number of sound versions after which no more are read.
+    """
+    complete = [version for version in versions if version.manifest and not version.is_kept]
+    damaged: dict[str, str] = {}
+    if len(complete) <= num_sound:
+        return damaged
+    for number, version in enumerate(complete):
+        if number - len(damaged) == num_sound:
+            break
+        if errors := _damage(tier, version):
+            damaged[version.name] = errors[0]
+    return damaged
 
 
 @checkpoint.command()
