@@ -1,5 +1,6 @@
 """Job files: what is read from them, and what is said about each mistake in them."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import nan
@@ -324,6 +325,33 @@ def test_a_path_that_the_system_refuses_is_a_mistake_that_names_its_key(key: str
         check_inputs(job_from_dict(tables))
 
     assert caught.value.field == key
+
+
+@pytest.mark.parametrize(
+    "key", ["name", "data.path", "evaluation.path", "model.path", "model.profile", "checkpoint"]
+)
+def test_a_name_that_is_not_utf_8_is_a_mistake_that_names_its_key(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message or record can hold it: the job ended with a traceback. checkpoint.directory lies
+    in a current directory of such a name."""
+    odd = os.fsdecode(b"\xe9")
+    tables: dict[str, Any] = {**SMALLEST}
+    if key == "checkpoint":
+        (tmp_path / odd).mkdir()
+        monkeypatch.chdir(tmp_path / odd)
+        key = "checkpoint.directory"
+    elif key == "name":
+        tables["name"] = odd
+    else:
+        table, name = key.split(".")
+        tables[table] = {**SMALLEST.get(table, {}), name: odd}
+    with pytest.raises(ConfigError) as caught:
+        job_from_dict(tables)
+
+    assert caught.value.field == key
+    assert caught.value.remedy.startswith("its name is not UTF-8; rename it, or name another ")
+    assert str(caught.value).isascii()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from planaria.checkpoint.disk.storage import absolute
 from planaria.core.copies import BUFFER_BYTES_MIN
 from planaria.core.job import CheckpointConfig, ClusterConfig, DataConfig, JobConfig, ModelConfig
 from planaria.errors import ConfigError
@@ -115,6 +116,15 @@ def name_refusals(field: str, path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(field, path, f"cannot be reached: {error.strerror}") from error
+
+
+def is_utf_8(text: str) -> bool:
+    """Whether messages and records can hold a text; a file's name may have any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_job(job: JobConfig) -> None:
@@ -399,22 +409,33 @@ def _check_data_path(name: str, data: DataConfig) -> None:
             raise ConfigError(name, data.path, "the file is empty")
 
 
-def check_paths(job: JobConfig) -> None:
-    """Refuses a missing profile, and an output directory that is a file.
+def check_profile(job: JobConfig) -> None:
+    """Refuses a missing profile.
 
     Raises:
-        ConfigError: it names the path.
+        ConfigError: it names the profile.
     """
     with name_refusals("model.profile", job.model.profile):
         if job.model.profile and not profile_path(Path(), job.model.profile).is_file():
             remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
             raise ConfigError("model.profile", job.model.profile, remedy)
+
+
+def check_output(job: JobConfig) -> None:
+    """Refuses an output directory that is a file, or that cannot be told to others.
+
+    Raises:
+        ConfigError: it names the directory.
+    """
     directory = job.checkpoint.directory
     with name_refusals("checkpoint.directory", directory):
         if not directory or (Path(directory).exists() and not Path(directory).is_dir()):
             raise ConfigError(
                 "checkpoint.directory", directory, "must name a directory, which may be new"
             )
+    if not is_utf_8(place := absolute(directory)):
+        remedy = "its name is not UTF-8; rename it, or name another directory"
+        raise ConfigError("checkpoint.directory", place, remedy)
 
 
 def check_machine(job: JobConfig) -> None:

@@ -29,7 +29,14 @@ from pydantic import TypeAdapter, ValidationError
 from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.errors import ConfigError
-from planaria.job.checks import check_job, check_paths, name_refusals, without_copies
+from planaria.job.checks import (
+    check_job,
+    check_output,
+    check_profile,
+    is_utf_8,
+    name_refusals,
+    without_copies,
+)
 from planaria.profiles.shipped import profile_path
 
 _INPUT_PATHS = (
@@ -89,6 +96,7 @@ def checked_job(job: JobConfig) -> JobConfig:
     """
     checked = record_from_table(JobConfig, _tables(job), prefix="")
     check_job(checked)
+    check_output(checked)
     output = absolute(checked.checkpoint.directory)
     return replace(checked, checkpoint=replace(checked.checkpoint, directory=output))
 
@@ -125,7 +133,8 @@ def job_from_dict(
         job = replace(job, checkpoint=without_copies(job.checkpoint))  # The same.
     check_job(job)
     if not is_recorded:
-        check_paths(job)
+        check_profile(job)
+        check_output(job)
     output = absolute(job.checkpoint.directory)
     return replace(job, checkpoint=replace(job.checkpoint, directory=output))
 
@@ -278,22 +287,24 @@ def _value(record_field: "Field[Any]", value: Any, *, hint: Any, name: str) -> A
         checked = TypeAdapter(hint).validate_python(given, strict=True)
     except ValidationError as error:
         raise ConfigError(name, value, _remedy(error, value, hint=hint)) from None
-    _check_numbers(checked, name=name)
+    _check_content(checked, name=name)
     return {**_default(record_field), **checked} if isinstance(checked, Mapping) else checked
 
 
-def _check_numbers(value: Any, *, name: str) -> None:
-    """Refuses numbers that no message can carry, in tables and lists, too."""
+def _check_content(value: Any, *, name: str) -> None:
+    """Refuses numbers and texts that no message can carry, in tables and lists, too."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(name, value, "must be a finite number")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ConfigError(name, value, "must fit in 64 bits")
+    if isinstance(value, str) and not is_utf_8(value):
+        raise ConfigError(name, value, "its name is not UTF-8; rename it, or name another one")
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _check_numbers(inner, name=f"{name}.{key}")
+            _check_content(inner, name=f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            _check_numbers(inner, name=f"{name}[{index}]")
+            _check_content(inner, name=f"{name}[{index}]")
 
 
 def _as_tuples(value: Any) -> Any:
