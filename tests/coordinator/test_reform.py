@@ -13,7 +13,7 @@ from helpers.fake_cluster import FakeCluster
 from planaria.coordinator.commands import AnswersFound
 from planaria.coordinator.transition_choice import time_to_failure_s
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
-from planaria.core.messages import StartEpoch
+from planaria.core.messages import Raised, StartEpoch
 from planaria.core.plan import Link, Plan, Transition
 from planaria.core.records import Changed, Committed, Decided, Recovering
 from planaria.planner.plans import PlanCatalog, plan_of_templates
@@ -196,6 +196,25 @@ def test_who_fixed_rerouting_by_name_keeps_it() -> None:
 
     assert of_type(cluster.commands, Changed) == []
     assert cluster.state.plan.gone == (1,)
+
+
+@pytest.mark.parametrize("is_preparing", [False, True])
+def test_a_change_for_which_a_rank_lacked_memory_is_not_begun_again(is_preparing: bool) -> None:
+    """By the same members: each of its beginnings cost a recovery. A node that joins is let in."""
+    cluster = lost_one()
+    layers = (0, 0) if is_preparing else (0, 1)
+    raised = Raised(error="MemoryError", message="", first_layer=layers[0], end_layer=layers[1])
+    for _ in range(30):
+        train(cluster, 1)
+        if silent := cluster.state.plan.silent:
+            cluster.fail(min(silent), raised, blame="memory")
+
+    assert len(of_type(cluster.commands, Recovering)) == 2
+    assert not of_type(cluster.commands, Changed)
+    cluster.join(6)
+    train(cluster, 30)
+    (changed,) = of_type(cluster.commands, Changed)
+    assert changed.kinds == {6: "join"}
 
 
 LATER = [(node, later) for node in (0, 2, 3, 5) for later in (0, 1, 3, 7)]

@@ -82,6 +82,8 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     joining, leaving, retried = situation.joining, situation.leaving, situation.retried
     if not (joining or leaving or planned or speeds or retried or hurried) or situation == last:
         return state, ()
+    if state.nodes == state.search.short_of_memory and not (joining or leaving):
+        return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
     if leaving and _is_help_coming(rules, state, num_left, now_s):

@@ -136,7 +136,7 @@ def begin_recovery(
         membership=members,
         facts=EpochFacts(loss=loss, holding=_sure_holders(state)),
         saves=replace(state.saves, files=files, since_epoch=epoch),
-        search=PlanSearch(),
+        search=PlanSearch(short_of_memory=state.search.short_of_memory),
     )
     state = without_former_members(state)
     notice = _notice(state, raised)

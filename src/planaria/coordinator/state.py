@@ -286,11 +286,14 @@ class PlanSearch(msgspec.Struct, frozen=True, kw_only=True):
         last_situation: situation in which a change was last looked for; None: in none yet.
         is_plan_searched: whether the plan was searched for at leisure, not in a hurry after a loss.
         searched_epoch: newest epoch for whose nodes better plans have been searched; -1: none.
+        short_of_memory: members when a rank last lacked memory for the layers of a change; they
+            begin no other one unless nodes join or leave. Losses do not clear it.
     """
 
     last_situation: Situation | None = None
     is_plan_searched: bool = False
     searched_epoch: int = -1
+    short_of_memory: tuple[int, ...] = ()
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,6 +66,7 @@ from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.foresight import with_recovery
 from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.link_speeds import link_speeds, with_link_speeds
+from planaria.coordinator.learning.memory_estimates import with_memory_shortage
 from planaria.coordinator.learning.overhead import with_order, with_start
 from planaria.coordinator.learning.profile_correction import with_corrections
 from planaria.coordinator.learning.slowness import with_speeds
@@ -134,7 +135,7 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     if state.phase is Phase.ENDED:
         return state, ()
     if isinstance(event, WorkerFailed) and event.blame == "memory":
-        state, event = with_estimate(rules, state, event)
+        state, event = with_estimate(rules, with_memory_shortage(state, event.rank), event)
     rules = state.learning.fitted or rules
     state, noted = _on_event(rules, state, event, now_s)
     state, commands = advance(rules, state, now_s)

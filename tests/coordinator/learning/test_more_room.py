@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from helpers.coordinated import FIRST, of_type, small_rules
@@ -117,6 +118,19 @@ def test_only_templates_that_fit_no_longer_are_made_anew_and_no_plan_before_its_
     assert same == [3, 4]
     assert sorted(after.plans) == [2, 3, 4, 5, 6]
     assert all(has_room(after.problem, plan) for plan in after.plans.values())
+
+
+def test_nothing_is_learned_of_a_stage_whose_rank_also_holds_layers_for_a_change() -> None:
+    """They are what does not fit, and no estimate counts them; the stage was ruled out for good."""
+    cluster = training(num_layers_max=7)
+    silent = replace(cluster.state.plan, silent={1: (0, 1, 2, 3, 4)})
+    cluster.state = msgspec.structs.replace(cluster.state, plan=silent)
+    cluster.fail(1, NO_MEMORY, blame="memory")
+
+    assert cluster.state.phase is Phase.TRAINING
+    assert cluster.state.learning.findings.more_bytes == ()
+    (notice,) = of_type(cluster.commands, Recovering)
+    assert "it also held 5 layers for a change" in notice.reason
 
 
 def test_a_loss_later_is_answered_with_what_fits() -> None:

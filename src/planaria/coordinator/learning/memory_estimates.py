@@ -8,6 +8,9 @@ rules the stage out for good, so this ends: with stages that fit, or without any
 pipelines. In the second case the estimate is not raised, and the error counts like any other that
 is not the job's.
 
+A rank that holds layers for a change besides its stage may lack memory for these. Then nothing is
+learned of its stage, and the members begin no such change again (`PlanSearch.short_of_memory`).
+
 If neither the job nor its profile says how much a device holds, there is nothing to compare with,
 and nothing is learned.
 """
@@ -106,6 +109,14 @@ def _catalog_for(
         return None
 
 
+def with_memory_shortage(state: JobState, rank: int) -> JobState:
+    """The state that knows that a rank ran out of memory if it holds layers for a change."""
+    plans = (state.plan, state.switch.plan) if state.switch else (state.plan,)
+    if not any(plan.silent.get(rank) for plan in plans):
+        return state
+    return replace(state, search=replace(state.search, short_of_memory=state.all_nodes))
+
+
 def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState | None, str]:
     """The state in which the stage of a rank that ran out of memory is planned smaller.
 
@@ -122,6 +133,8 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
         f"its stage of layers {layers.start} to {layers.stop - 1} was estimated to hold "
         f"{stage.held_bytes} of {stage.limit_bytes} bytes"
     )
+    if silent := state.plan.silent.get(rank):  # Nobody knows which of the two needed more.
+        return None, f"{estimate}, and it also held {len(silent)} layers for a change"
     before = state.learning.findings.more_bytes or (0,) * rules.num_layers
     known_bytes = stage.held_bytes + sum(before[n] for n in layers) // num_devices
     smaller = f"{estimate}, and is planned smaller from now on"
