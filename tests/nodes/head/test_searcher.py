@@ -87,8 +87,8 @@ async def _coordinate(spec: LeaderSpec) -> Seen:
     hearing = asyncio.create_task(searcher.receive_answers())
     for epoch in (0, 7):  # The first is of no use any more.
         plan = replace(spec.plan, epoch=epoch)
-        searcher.request(plan, (), rules.prices)
-        searcher.request(plan, (), rules.prices)
+        searcher.request(plan, (), lambda: rules.prices)
+        searcher.request(plan, (), lambda: rules.prices)
     end_s = time.monotonic() + TIMEOUT_S
     for node in plan.nodes:
         cluster, event = survivors(plan, (node,), epoch=8), NodesLost((node,), 3)
@@ -110,7 +110,7 @@ async def _coordinate(spec: LeaderSpec) -> Seen:
     while len(seen.found) < 2:
         assert time.monotonic() < end_s, "nobody notices that the process is gone"
         await asyncio.sleep(0.01)
-    searcher.request(replace(plan, epoch=9), (), rules.prices)
+    searcher.request(replace(plan, epoch=9), (), lambda: rules.prices)
     seen.found_alone = seen.found[1:]
     hearing.cancel()
     return seen

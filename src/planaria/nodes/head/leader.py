@@ -318,7 +318,7 @@ class _Leader:
         state = self._leadership.state
         if self._searcher is not None and state.is_training:
             factors = state.learning.findings.layer_factors
-            self._searcher.request(state.plan, factors, prices_of(self._rules, state))
+            self._searcher.request(state.plan, factors, partial(prices_of, self._rules, state))
 
     def _mark_epoch(self) -> None:
         """Marks an epoch whose members are on record, for nodes that lose their head."""

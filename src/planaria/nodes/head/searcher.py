@@ -81,8 +81,15 @@ class Searcher:
         """Connects to the process; must be called before `request` and `receive_answers`."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
 
-    def request(self, plan: Plan, layer_factors: tuple[float, ...], prices: Prices) -> None:
-        """Requests answers for this plan, unless the newest request was for the same."""
+    def request(
+        self, plan: Plan, layer_factors: tuple[float, ...], prices: Callable[[], Prices]
+    ) -> None:
+        """Requests answers for this plan, unless the newest request was for the same.
+
+        Args:
+            prices: function that returns the prices with which answers are compared; called only if
+                the request is a new one, because it takes O(nodes) time.
+        """
         requested = plan.epoch, layer_factors
         if requested == self._requested:
             return
@@ -92,7 +99,7 @@ class Searcher:
             self._on_found(plan.epoch)
             return
         self._number += 1
-        self._request = _SearchRequest(self._number, plan, layer_factors, prices)
+        self._request = _SearchRequest(self._number, plan, layer_factors, prices())
         self._writer.write(_framed_bytes(self._request))
 
     async def receive_answers(self) -> None:
