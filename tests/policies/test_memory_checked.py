@@ -1,14 +1,18 @@
 """What a device has no memory for is refused where that is known, and only there."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from helpers.losses import example_catalog, plan_of
-from planaria.core.plan import NodeKind, Plan
+from helpers.losses import example_catalog, plan_of, prices
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
+from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
-from planaria.planner.plans import PlanCatalog
+from planaria.planner.plans import PlanCatalog, rebuilt_catalog
 from planaria.planner.reroute.reroutes import best_reroute, with_split_backwards
 from planaria.planner.reroute.shadows import with_shadows
-from planaria.policies.memory_checked import has_room, stage_peaks
+from planaria.policies.ahead import ForeseenAnswers, Lookup
+from planaria.policies.memory_checked import MemoryChecked, has_room, stage_peaks
+from planaria.policies.policy import Prices
+from planaria.policies.reinstantiate import Reinstantiate
 from planaria.schedule.lower import unchecked_schedule
 
 
@@ -91,3 +95,53 @@ def test_who_computes_what_a_lost_node_did_needs_memory_for_it() -> None:
 
     assert nothing == 0
     assert around > alone
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A policy that always has the same answers."""
+
+    transitions: tuple[Transition, ...]
+
+    def propose(
+        self, _plan: Plan, _cluster: ClusterState, _event: ClusterEvent, _prices: Prices
+    ) -> tuple[Transition, ...]:
+        """See Policy."""
+        return self.transitions
+
+
+def tight_loss() -> tuple[PlanCatalog, ClusterState, Transition, Transition]:
+    """Node 0 of two pipelines of three is lost: what is left of the job, an answer that devices
+    have too little memory for, and one that fits."""
+    found = example_catalog(6, n0=2, f=1)
+    plan, lost = plan_of(found, (3, 3)), NodesLost((0,), 0)
+    cluster = survivors(plan, (0,), epoch=1)
+    (large, *_) = Reinstantiate(found).propose(plan, cluster, lost, prices(found))
+    single = replace(plan_of(found, (5,), (1, 2, 3, 4, 5)), epoch=1)
+    limit_bytes = max(map(max, stage_peaks(found.problem, single)))
+    profile = replace(found.problem.profile, device_memory_bytes=limit_bytes)
+    problem = replace(found.problem, profile=profile)
+    assert not has_room(problem, large.after)
+    fitted = rebuilt_catalog(problem, found.templates, found.plans)
+    return fitted, cluster, large, replace(large, after=single, answer="single")
+
+
+def test_an_answer_that_was_found_ahead_and_does_not_fit_does_not_hide_those_that_do() -> None:
+    """It was found by the estimates of before. None but new pipelines were asked for then."""
+    fitted, cluster, large, single = tight_loss()
+    foreseen = ForeseenAnswers()
+    foreseen.add(large.before, (0,), lambda: (large,))
+    lookup = Lookup(Fixed(()), foreseen, Fixed((single,)))
+
+    args = large.before, cluster, NodesLost((0,), 0), prices(fitted)
+    assert all(answer.is_foreseen for answer in lookup.propose(*args))
+    assert MemoryChecked(lookup, fitted).propose(*args) == (single,)
+
+
+def test_no_answer_is_followed_by_a_plan_that_does_not_fit() -> None:
+    """It would be valued by a plan that can never follow; without it, the answer is another one."""
+    fitted, cluster, large, single = tight_loss()
+    policy = Fixed((single, replace(single, answer="single, then large", then=large)))
+
+    args = large.before, cluster, NodesLost((0,), 0), prices(fitted)
+    assert MemoryChecked(policy, fitted).propose(*args) == (single,)

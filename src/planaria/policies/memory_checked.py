@@ -2,8 +2,8 @@
 
 A stage that ran out of memory needs more than was estimated. When its estimate is raised
 (coordinator/learning/memory_estimates.py), the templates are made anew, but policies keep pipelines
-that lost no node. Answers that no longer fit are dropped here; if none is left, all pipelines are
-made anew.
+that lost no node. Answers that no longer fit are dropped here. If none of those that were found
+ahead is left, the policy is asked itself; if none of these is left, all pipelines are made anew.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from planaria.core.plan import Plan, Transition, profile_on
 from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import PlanCatalog, pipeline_microbatches
 from planaria.planner.problem import Problem
+from planaria.policies.ahead import ForeseenAnswers, Lookup
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.schedule.lower import unchecked_schedule
@@ -35,19 +36,30 @@ class MemoryChecked:
     ) -> tuple[Transition, ...]:
         """The other policy's answers that fit, else those of `Reinstantiate` that fit.
 
+        Answers that were found ahead may be older than the raised estimates. If none of them fits,
+        the policy answers without them.
+
         If nothing fits, all answers of the other policy are returned: the node may have more memory
         than is known.
         """
         proposed = self.policy.propose(plan, cluster, event, prices)
-        if fitting := self._fitting_answers(proposed):
-            return fitting
-        new_pipelines = Reinstantiate(self.catalog).propose(plan, cluster, event, prices)
-        return self._fitting_answers(new_pipelines) or proposed
+        fitting = self._fitting_answers(proposed)
+        if not fitting and isinstance(self.policy, Lookup) and proposed and proposed[0].is_foreseen:
+            unforeseen = replace(self.policy, foreseen=ForeseenAnswers())
+            fitting = self._fitting_answers(unforeseen.propose(plan, cluster, event, prices))
+        if not fitting:
+            new_pipelines = Reinstantiate(self.catalog).propose(plan, cluster, event, prices)
+            fitting = self._fitting_answers(new_pipelines)
+        return fitting or proposed
 
     def _fitting_answers(self, transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:
+        """The answers that fit, as do the plans that are to follow them."""
         problem = self.catalog.problem
         return tuple(
-            transition for transition in transitions if has_room(problem, transition.after)
+            transition
+            for transition in transitions
+            if has_room(problem, transition.after)
+            and (transition.then is None or has_room(problem, transition.then.after))
         )
 
 

@@ -317,8 +317,8 @@ class _Leader:
         """Requests a search for answers to the next losses, if training goes on."""
         state = self._leadership.state
         if self._searcher is not None and state.is_training:
-            factors = state.learning.findings.layer_factors
-            self._searcher.request(state.plan, factors, partial(prices_of, self._rules, state))
+            prices = partial(prices_of, self._rules, state)
+            self._searcher.request(state.plan, state.learning, prices)
 
     def _mark_epoch(self) -> None:
         """Marks an epoch whose members are on record, for nodes that lose their head."""

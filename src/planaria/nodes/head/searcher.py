@@ -15,16 +15,19 @@ import pickle
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.learning.profile_correction import corrected_plans
-from planaria.core.plan import Plan, Transition
+from planaria.core.plan import PipelineTemplate, Plan, Transition
 from planaria.nodes.forkserver import close_others, die_with_parent
 from planaria.nodes.head.leader_spec import LeaderSpec, catalog_of
+from planaria.planner.plans import PlanCatalog, lazy_plan_catalog
+from planaria.planner.problem import Problem
 from planaria.policies.ahead import ForeseenAnswers, look_ahead
 from planaria.policies.named import layout_search, named_policy
 from planaria.policies.policy import Prices
@@ -45,12 +48,17 @@ class _SearchRequest:
         layer_factors: factors that correct the profile; see
             coordinator/learning/profile_correction.py.
         prices: prices with which answers are compared.
+        fitted_problem: problem with raised memory estimates, see
+            coordinator/learning/memory_estimates.py; None: none was raised.
+        fitted_templates: templates of that problem by number of nodes.
     """
 
     number: int
     plan: Plan
     layer_factors: tuple[float, ...]
     prices: Prices
+    fitted_problem: Problem | None
+    fitted_templates: Mapping[int, PipelineTemplate]
 
 
 class Searcher:
@@ -81,16 +89,16 @@ class Searcher:
         """Connects to the process; must be called before `request` and `receive_answers`."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
 
-    def request(
-        self, plan: Plan, layer_factors: tuple[float, ...], prices: Callable[[], Prices]
-    ) -> None:
+    def request(self, plan: Plan, learning: Learning, prices: Callable[[], Prices]) -> None:
         """Requests answers for this plan, unless the newest request was for the same.
 
         Args:
+            learning: corrections of the profile, and raised memory estimates.
             prices: function that returns the prices with which answers are compared; called only if
                 the request is a new one, because it takes O(nodes) time.
         """
-        requested = plan.epoch, layer_factors
+        findings, fitted = learning.findings, learning.fitted
+        requested = plan.epoch, findings.layer_factors, findings.more_bytes
         if requested == self._requested:
             return
         self._requested = requested
@@ -99,7 +107,15 @@ class Searcher:
             self._on_found(plan.epoch)
             return
         self._number += 1
-        self._request = _SearchRequest(self._number, plan, layer_factors, prices())
+        catalog = fitted.catalog if fitted else None
+        self._request = _SearchRequest(
+            number=self._number,
+            plan=plan,
+            layer_factors=findings.layer_factors,
+            prices=prices(),
+            fitted_problem=catalog.problem if catalog else None,
+            fitted_templates=catalog.templates if catalog else {},
+        )
         self._writer.write(_framed_bytes(self._request))
 
     async def receive_answers(self) -> None:
@@ -177,7 +193,7 @@ def _search(
     spec: LeaderSpec, request: _SearchRequest, sock: socket.socket
 ) -> _SearchRequest | None:
     """Sends answers as they are found; returns a newer request, or None if all were found first."""
-    catalog = corrected_plans(catalog_of(spec), request.layer_factors)
+    catalog = corrected_plans(_catalog(spec, request), request.layer_factors)
     searched = layout_search(spec.job, catalog.problem)
     for foreseen in look_ahead(
         named_policy(spec.job, catalog, searched),
@@ -192,6 +208,14 @@ def _search(
         if select.select([sock], [], [], 0.0)[0]:
             return _receive_request(sock)
     return None
+
+
+def _catalog(spec: LeaderSpec, request: _SearchRequest) -> PlanCatalog:
+    """The plans of the job, or those by raised memory estimates, which the coordinator has too."""
+    if request.fitted_problem is None:
+        return catalog_of(spec)
+    max_nodes = max(spec.job.cluster.max_nodes, spec.job.cluster.nodes)
+    return lazy_plan_catalog(request.fitted_problem, max_nodes, request.fitted_templates)
 
 
 def _receive_request(sock: socket.socket) -> _SearchRequest:
