@@ -54,7 +54,7 @@ from planaria.coordinator.membership.standby import (
     may_return,
     replacements_at_loss,
 )
-from planaria.coordinator.membership.trust import node_for_policies, with_failures
+from planaria.coordinator.membership.trust import node_for_policies, with_failures, without_gone
 from planaria.coordinator.outcomes import (
     Verdict,
     back_point,
@@ -138,7 +138,7 @@ def begin_recovery(
         saves=replace(state.saves, files=files, since_epoch=epoch),
         search=PlanSearch(short_of_memory=state.search.short_of_memory),
     )
-    state = without_former_members(state)
+    state = without_gone(without_former_members(state))
     notice = _notice(state, raised)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not (remaining or can_await(rules, state) or may_return(state)):

@@ -88,13 +88,14 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         gone: nodes that are out for good: former members, and candidates that were dropped.
-        machines: machine of each node.
-        domains: name of the failure domain of each node that is in one.
+        machines: machine of each node that has arrived; a recovery drops those of nodes in `gone`.
+        domains: name of the failure domain of each node that is in one; dropped likewise.
         exposed: domains of which the user knows that their loss takes all holders of some layer.
         missing_ticks: number of this coordinator's ticks in which members had not arrived.
         returning_ticks: number of ticks left in which nodes that had waited to join when the
             coordinator before this one was lost may come back.
-        failures: number of failures of each machine, and time of the last one.
+        failures: number of failures of each machine, and time of the last one; without those that
+            no longer counted at the newest loss.
         history: statistics of the job's failures.
         candidates: nodes that have arrived and are not members.
         leaving: nodes that are to leave, with the request for each.

@@ -39,7 +39,8 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         is_planned: whether the epoch begins at a commit of the epoch before it, or never begins; it
             has no decision on record until it has begun.
         spoilt: versions of the disk tier that could not be read, not even by the head.
-        failures: number of failures and time of the last one, by machine.
+        failures: number of failures and time of the last one, by machine; machines whose failures
+            no longer count may be left out.
         history: failures of the job so far.
         findings: deviations of the job's seconds and bytes from its profile.
         recorded: moment of this record, by the clock of all moments in it. A coordinator with

@@ -10,8 +10,14 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.commands import Tick
+from planaria.coordinator.frozen import replace as replace_record
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.membership.trust import FORGIVEN_S, is_trusted, num_failures
+from planaria.coordinator.membership.trust import (
+    FORGIVEN_S,
+    is_trusted,
+    num_failures,
+    with_failures,
+)
 from planaria.coordinator.state import Phase
 from planaria.core.messages import NodeArrived
 from planaria.core.plan import Link, Plan
@@ -147,4 +153,31 @@ def test_a_machine_that_has_not_failed_for_an_hour_is_trusted_again() -> None:
     assert is_trusted(cluster.state, 0, NOW_S)
     cluster.hear(Tick(), now_s=later_s + 1.0)
     cluster.hear(node_loss(1), now_s=later_s + 1.0)
-    assert num_failures(cluster.state, 1, later_s + 1.0) == 1
+    assert cluster.state.membership.failures == {"a": (1, later_s + 1.0)}
+
+
+def test_the_record_of_failures_forgets_what_does_not_count_any_more() -> None:
+    """Each spot machine has a name of its own, and each record of members had all of them."""
+    state = training(rules()).state
+    for later in range(1000):
+        node, now_s = 10 + later, NOW_S + 7200.0 * later
+        members = state.membership
+        machines = members.machines.plus(node, f"spot-{later}")
+        state = replace_record(state, membership=replace_record(members, machines=machines))
+        state = with_failures(state, (node,), now_s)
+
+    assert state.membership.failures == {"spot-999": (1, now_s)}
+
+
+def test_a_lost_node_leaves_its_failure_behind_and_nothing_else() -> None:
+    """Its number is never used again; its machine may come back, as another node."""
+    cluster = training(rules())
+    cluster.hear(NodeArrived(node=3, rank=3, machine="b", domain="rack"))
+    cluster.lose(3)
+
+    members = cluster.state.membership
+    assert members.failures == {"b": (1, NOW_S)}
+    assert sorted(members.machines) == [0, 1, 2]
+    assert not members.domains
+    cluster.join_on(4, "b")
+    assert num_failures(cluster.state, 4, NOW_S) == 1

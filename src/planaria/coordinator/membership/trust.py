@@ -11,6 +11,7 @@ from typing import Final
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.state import JobState
 from planaria.core.cluster import Node
+from planaria.core.persistent_map import PersistentMap
 
 FORGIVEN_S: Final = 3600.0  # A machine's failures are forgotten when the last is older than this.
 DISTRUSTED_MIN: Final = 2  # Number of failures. A first failure may strike any machine.
@@ -46,11 +47,30 @@ def trusted_first(state: JobState, nodes: Iterable[int], now_s: float) -> list[i
 
 
 def with_failures(state: JobState, nodes: Iterable[int], now_s: float) -> JobState:
-    """The state in which the machines of these nodes have failed once more, now."""
+    """The state in which the machines of these nodes have failed once more, now.
+
+    Failures that do not count any more are dropped from it.
+    """
+    failures = {
+        machine: (count, last_s)
+        for machine, (count, last_s) in state.membership.failures.items()
+        if now_s - last_s <= FORGIVEN_S
+    }
     for node in nodes:
         machine = state.membership.machines.get(node)
         if machine is not None:
-            count = num_failures(state, node, now_s) + 1
-            failures = {**state.membership.failures, machine: (count, now_s)}
-            state = replace(state, membership=replace(state.membership, failures=failures))
-    return state
+            count, _ = failures.get(machine, (0, 0.0))
+            failures[machine] = count + 1, now_s
+    return replace(state, membership=replace(state.membership, failures=failures))
+
+
+def without_gone(state: JobState) -> JobState:
+    """The state without the machines and domains of nodes that are out for good.
+
+    A new coordinator does not know them either: the agents of such nodes are not admitted.
+    """
+    members, gone = state.membership, set(state.membership.gone)
+    machines = {node: machine for node, machine in members.machines.items() if node not in gone}
+    domains = {node: domain for node, domain in members.domains.items() if node not in gone}
+    members = replace(members, machines=PersistentMap(machines), domains=PersistentMap(domains))
+    return replace(state, membership=members)

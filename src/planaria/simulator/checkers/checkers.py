@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from planaria.coordinator.job_rules import Rules
-from planaria.coordinator.membership.trust import DISTRUSTED_MIN
+from planaria.coordinator.membership.trust import DISTRUSTED_MIN, FORGIVEN_S
 from planaria.core.kinds import ChangeKind
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
@@ -127,7 +127,7 @@ class Checkers:
         self._evicted_s: dict[int, float] = {}
         self._left_out: dict[int, frozenset[int]] = {}  # By epochs of changes without a plan yet.
         self._gone: set[int] = set()
-        self._failures: dict[str, int] = {}
+        self._failures: dict[str, tuple[int, float]] = {}
         self._planned: set[int] = set()
         self._plan = cluster.job.plan
         self._fitted = cluster.job.rules
@@ -269,10 +269,11 @@ class Checkers:
         for node in members.nodes:  # It may include one of a planned change that was given up.
             self._evicted_s.pop(node, None)
         self._epoch, self._members = members.epoch, members.nodes
-        failures = {machine: count for machine, (count, _) in members.failures.items()}
-        if any(failures.get(machine, 0) < count for machine, count in self._failures.items()):
-            self._fail(f"{members} forgets of {self._failures}")
-        self._failures = failures
+        for machine, (count, last_s) in self._failures.items():
+            is_forgiven = members.recorded.now_s - last_s > FORGIVEN_S
+            if members.failures.get(machine, (0, 0.0))[0] < count and not is_forgiven:
+                self._fail(f"{members} forgets of {self._failures}")
+        self._failures = members.failures
 
     def _check_outcome(self, outcome: Outcome) -> None:
         if outcome.epoch != self._epoch:
@@ -371,7 +372,9 @@ class Checkers:
         num_machines = self._job.scenario.num_machines
         machines = {node: machine_of(node, num_machines=num_machines) for node in self._members}
         trusted = {
-            n for n, machine in machines.items() if self._failures.get(machine, 0) < DISTRUSTED_MIN
+            n
+            for n, machine in machines.items()
+            if self._failures.get(machine, (0, 0.0))[0] < DISTRUSTED_MIN
         }
         rest = plans.get(num_staying - n0)
         if rest is None or len(trusted - self._leaving_nodes()) < n0:
