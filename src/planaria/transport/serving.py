@@ -144,20 +144,24 @@ class Server:
                 self._accept()
             else:
                 self._serve(key.data, events)
-        while self._new:
-            connection = self._new.popleft()
-            self._unproven.add(connection)
-            if connection.target < 0:
-                self._keep(connection)
-            self._selector.register(connection.sock, READ_AND_WRITE, connection)
         while self._retired:
+            self._take_new()  # A link may be new and retired by now.
             self._drop(self._retired.popleft(), "an older epoch's")
+        self._take_new()
         while self._blocked:
             self._watch(self._blocked.pop(), READ_AND_WRITE)
         for connection in [c for c in self._unproven if c.deadline_s <= time.monotonic()]:
             self._drop(connection, "no handshake")
         self.cuts.apply()
         self._update_listening()
+
+    def _take_new(self) -> None:
+        while self._new:
+            connection = self._new.popleft()
+            self._unproven.add(connection)
+            if connection.target < 0:
+                self._keep(connection)
+            self._selector.register(connection.sock, READ_AND_WRITE, connection)
 
     def _keep(self, connection: Connection) -> None:
         """Keeps a connection that was accepted; has another one closed if there are too many."""
