@@ -514,6 +514,8 @@ class Links:
         """Makes the connection the link to its peer, and sends the messages that wait for it."""
         peer = connection.peer
         with self._changed:
+            if connection.target >= 0 and self._connecting.get(peer) is not connection:
+                return  # It is retired.
             self._connecting.pop(peer, None)
             older = self._peers.get(peer)
             with connection.lock:  # Later messages wait for the lock, so they come after these.
