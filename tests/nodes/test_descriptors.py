@@ -7,7 +7,7 @@ import pytest
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
 from planaria.nodes.descriptors import raise_open_files
-from planaria.transport.strangers import NUM_UNPROVEN_MAX
+from planaria.transport.strangers import NUM_UNPROVEN_MAX, Unproven, num_unproven_max
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -49,6 +49,22 @@ def test_strangers_fit_in_beside_the_connections_of_the_job(
     assert not limits_set(300, 300, monkeypatch, cluster=cluster)
     with pytest.raises(ConfigError):
         limits_set(40, own + 31, monkeypatch, cluster=cluster)
+
+
+def test_all_ranks_of_a_large_job_fit_in_while_they_connect_to_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unproven connections may take a quarter of the descriptors, and those of peers were refused
+    when more came."""
+    cluster = ClusterConfig(nodes=100, devices_per_node=8)
+    ((soft, _),) = limits_set(40, UNLIMITED, monkeypatch, cluster=cluster)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    unproven = Unproven[int](num_unproven_max(cluster.num_ranks_max))
+    for peer in range(799):
+        unproven.add(peer, bytes([peer % 100]))
+
+    assert cluster.num_ranks_max == 800
+    assert unproven.surplus(0) is None
 
 
 @pytest.mark.parametrize("soft", [4096, UNLIMITED])

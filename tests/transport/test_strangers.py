@@ -14,9 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import linked_ranks
 from helpers.heads import CREDENTIALS, WELCOME, Head, assert_open, head, joined, runs
+from helpers.linked_ranks import TOKEN
 from helpers.tasks import TIMEOUT_S, wait_until
+from planaria.transport import strangers
 from planaria.transport.acceptor import Acceptor, Handshakes, Purpose, listen
+from planaria.transport.connection import LinkProtection
+from planaria.transport.frames import Role, handshake
+from planaria.transport.links import Links
 from planaria.transport.strangers import RefusalLog, Unproven, source_of
 
 NUM_KEPT = 500  # A stranger keeps so many connections open; the head has dropped older ones.
@@ -237,6 +243,27 @@ def _lowest_free() -> int:
     descriptor = os.dup(0)
     os.close(descriptor)
     return descriptor
+
+
+def test_no_peer_of_a_large_job_has_to_give_way_however_late_their_proofs_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread may be busy with its other links. The rank dropped peers as strangers, and nodes
+    were lost whose links were refused."""
+    monkeypatch.setattr(strangers, "NUM_UNPROVEN_MAX", 4)
+    links = Links(6, token=TOKEN, protection=LinkProtection(num_ranks=7))
+    late = []
+    with contextlib.closing(links), contextlib.ExitStack() as stack:
+        for rank in range(6):
+            sock = socket.create_connection(links.address, timeout=TIMEOUT_S)
+            stack.enter_context(sock)
+            steps = handshake(TOKEN, Role.CONNECT, identity=(7000 + rank) << 32 | rank)
+            hello, num_bytes = next(steps)
+            sock.sendall(hello)
+            late.append((sock, steps.send(sock.recv(num_bytes, socket.MSG_WAITALL))))
+        for sock, (proof, _) in late:
+            sock.sendall(proof)
+        linked_ranks.wait_until(lambda: len(links._peers) == 6)
 
 
 def test_strangers_give_way_where_descriptors_are_scarce_but_a_few_are_always_kept(

@@ -420,6 +420,11 @@ class ClusterConfig:
         "doubles it",
     )
 
+    @property
+    def num_ranks_max(self) -> int:
+        """Largest number of ranks that the job file asks for, those of standby nodes included."""
+        return max(self.nodes + self.standby, self.max_nodes) * self.devices_per_node
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:

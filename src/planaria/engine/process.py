@@ -47,6 +47,7 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
             is_checked=spec.checks_links,
             num_bytes_max=message_bytes_max(spec),
             security=link_security(spec.token) if spec.job.cluster.encryption == "on" else None,
+            num_ranks=spec.job.cluster.num_ranks_max,
         ),
     )
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE

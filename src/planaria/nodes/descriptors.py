@@ -11,7 +11,7 @@ from typing import Final
 
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
-from planaria.transport.strangers import NUM_UNPROVEN_MAX
+from planaria.transport.strangers import FILES_SHARE, NUM_UNPROVEN_MAX, UNPROVEN_PER_RANK
 
 _OWN: Final = 96  # Descriptors needed for any size of the job, including the user's code.
 _PER_RANK: Final = 2  # The link to a rank, and the link of the epoch before.
@@ -30,10 +30,12 @@ def raise_open_files(cluster: ClusterConfig, *, num_joining: int = 0) -> None:
     Raises:
         ConfigError: the hard limit is too low.
     """
-    num_nodes = max(cluster.nodes + cluster.standby, cluster.max_nodes) + num_joining
-    needed = _OWN + _PER_RANK * num_nodes * cluster.devices_per_node
+    num_ranks = cluster.num_ranks_max + num_joining * cluster.devices_per_node
+    num_nodes = num_ranks // cluster.devices_per_node
+    needed = _OWN + _PER_RANK * num_ranks
     needed += _PER_DEVICE * cluster.devices_per_node + _STRANGERS_MIN
     wanted = needed + _STRANGERS - _STRANGERS_MIN
+    wanted = max(wanted, round(UNPROVEN_PER_RANK * num_ranks / FILES_SHARE))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

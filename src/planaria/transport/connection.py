@@ -213,11 +213,13 @@ class LinkProtection:
         num_bytes_max: size of the largest payload that the job sends; a link that claims to bring a
             larger one is closed.
         security: TLS of all links; None: they are plain. It must be the same on all ranks.
+        num_ranks: number of ranks of the job; as many may connect at the same time.
     """
 
     is_checked: bool = False
     num_bytes_max: int = MESSAGE_BYTES_MAX
     security: LinkSecurity | None = None
+    num_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,7 @@ class Links:
                 on_failure=on_failure,
                 on_end=self._on_thread_end,
             ),
+            num_ranks=protection.num_ranks,
         )
         self.cuts, self.leave_to_parent = self._server.cuts, self._server.leave_to_parent
         self._server.start()

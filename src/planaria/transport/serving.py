@@ -19,7 +19,7 @@ from typing import Final
 from planaria.errors import AuthenticationError
 from planaria.transport.connection import Connection, IncomingMessage
 from planaria.transport.cuts import READ_AND_WRITE, Cuts
-from planaria.transport.strangers import RefusalLog, Unproven, source_of
+from planaria.transport.strangers import RefusalLog, Unproven, num_unproven_max, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,16 @@ class Handlers:
 class Server:
     """The thread that serves the links, from `start` until `close`.
 
+    Args:
+        num_ranks: number of ranks of the job.
+
     Attributes:
         cuts: the cuts between this rank and its peers.
     """
 
-    def __init__(self, rank: int, listener: socket.socket, handlers: Handlers) -> None:
+    def __init__(
+        self, rank: int, listener: socket.socket, handlers: Handlers, *, num_ranks: int
+    ) -> None:
         self._rank = rank
         self._listener = listener
         listener.setblocking(False)
@@ -68,7 +73,8 @@ class Server:
         self._blocked: set[Connection] = set()
         # Only the thread uses this and what follows, up to the selector.
         self._unproven: set[Connection] = set()
-        self._accepted = Unproven[Connection]()  # Those of them that peers or strangers opened.
+        # Those of them that peers or strangers opened.
+        self._accepted = Unproven[Connection](num_unproven_max(num_ranks))
         self._refusals = RefusalLog(logger)
         self._is_listening = True  # Whether the selector watches the listener.
         self._paused_end_s = 0.0  # End of a pause without accepting links; 0.0: there is none.
