@@ -37,6 +37,14 @@ def test_an_address_for_others_that_nobody_can_look_up_is_refused(host: str) -> 
     assert_mistake(refused, "--advertise = ", "without a port")
 
 
+@pytest.mark.parametrize("host", ["fe80::1", "[fe80::1]", "fe80::1%eth0"])
+def test_a_link_local_address_is_none_for_others(host: str) -> None:
+    """Workers could not listen there, nor others connect, without the interface that they mean."""
+    refused = command("agent", "--join", "head:7320", "--advertise", host)
+
+    assert_mistake(refused, "--advertise = ", "link-local")
+
+
 def test_a_service_that_is_no_head_is_a_mistake_of_the_address(tmp_path: Path) -> None:
     """The token file was named, which is right."""
     token = tmp_path / "token"

@@ -18,7 +18,7 @@ from planaria.nodes.notices import check_notice_source
 from planaria.nodes.output import Outlet, finish, unfailing
 from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import FIELD, read_credentials, token_path
-from planaria.transport.sockets import Address, address_text, can_be_host
+from planaria.transport.sockets import Address, address_text, can_be_host, is_link_local
 
 TokenFile = Annotated[
     str,
@@ -133,11 +133,14 @@ def own_address(advertise: str, interface: str) -> str:
     """The address at which others reach this machine; "": that of the route to the head.
 
     Raises:
-        ConfigError: it is no address, or this machine has no such interface.
+        ConfigError: others cannot use it, or this machine has no such interface.
     """
     if not interface:
         if advertise and not can_be_host(advertise):
             raise ConfigError("--advertise", advertise, "name a host or an address, without a port")
+        if is_link_local(advertise):
+            remedy = "others cannot use a link-local address; name another one of this machine"
+            raise ConfigError("--advertise", advertise, remedy)
         return advertise
     if advertise:
         raise ConfigError("--interface", interface, "leave it out where --advertise is given")

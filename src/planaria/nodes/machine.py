@@ -258,7 +258,7 @@ class _Machine:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Talks to the head until the connection ends or the job is over."""
-        self._host = self._spec.host or str(writer.get_extra_info("sockname")[0])
+        self._host = self._spec.own_host(writer.get_extra_info("sockname")[0], known=self._host)
         run = "" if self._offer is None else self._offer.run
         self._tell(
             MachineArrived(

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planaria.core.job import JobConfig
+from planaria.errors import ConfigError
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.credentials import Credentials
-from planaria.transport.sockets import Address
+from planaria.transport.sockets import Address, is_link_local
 
 ServerOf = Callable[[JobConfig, Sequence[str]], ForkServer]
 
@@ -39,3 +40,24 @@ class MachineSpec:
     cache_directory: str
     server: ServerOf
     note: Callable[[str], None]
+
+    def own_host(self, route_host: str, *, known: str) -> str:
+        """The address at which others reach this machine.
+
+        Args:
+            route_host: this machine's address on its route to the head.
+            known: address that others know already; "": none.
+
+        Raises:
+            ConfigError: only the address of the route is known, and it is link-local.
+        """
+        if self.host or not is_link_local(route_host):
+            return self.host or route_host
+        if known:
+            return known
+        remedy = (
+            f"the route to the head begins at {route_host}, a link-local address, which others "
+            "cannot use: join the head at another address, or name one of this machine with "
+            "--advertise or --interface"
+        )
+        raise ConfigError("", "", remedy)

@@ -57,6 +57,12 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback if is_literal(host) else host == "localhost"
 
 
+def is_link_local(host: str) -> bool:
+    """Whether the host is an IPv6 address that means another machine on each interface."""
+    host = bare_host(host)
+    return ":" in host and is_literal(host) and ipaddress.ip_address(host).is_link_local
+
+
 def break_when_silent(sock: socket.socket, *, silent_s: float | None = None) -> None:
     """Has a TCP connection break once its peer's machine has been silent for so long.
 
