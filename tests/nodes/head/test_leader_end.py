@@ -1,6 +1,7 @@
 """The end of a job, as its launcher hears of it; the test is the launcher, and one agent."""
 
 import asyncio
+import os
 import random
 import select
 import socket
@@ -36,6 +37,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader import _Leader
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.publisher import Unfinished
+from planaria.nodes.head.remote.open_head import LocalSockets
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.store.logbook import open_logbook
@@ -240,6 +242,27 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(
         assert not {Unrecorded, Ended}.intersection(kinds), kinds
 
     asyncio.run(run())
+
+
+def test_as_many_agents_may_wait_for_the_next_coordinator_as_for_the_first(tmp_path: Path) -> None:
+    """The launcher keeps their listener, and asyncio shrank its queue to 100."""
+
+    async def run() -> None:
+        leader, sockets = _Leader(leader_spec(tmp_path, token=TOKEN)), LocalSockets()
+        with closing(sockets), socket.socket(fileno=os.dup(sockets.leader_fd())) as shared:
+            length = _queue_length(shared)
+            stop_listening = await leader._listen(shared)
+            stop_listening()
+
+            assert _queue_length(sockets._listener) == length
+
+    asyncio.run(run())
+
+
+def _queue_length(listener: socket.socket) -> int:
+    """The number of connections that may wait at a listener; `tcpi_sacked` of the kernel."""
+    info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    return int(struct.unpack_from("I", info, 28)[0])
 
 
 def test_a_node_of_another_run_is_refused_though_it_has_the_token_file(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.head.journal import Flusher, open_store
 from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
 from planaria.nodes.head.publisher import MarkedRun, Publisher, PublisherThread, Unfinished
-from planaria.nodes.head.remote.open_head import take_sockets
+from planaria.nodes.head.remote.open_head import BACKLOG, take_sockets
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
@@ -349,7 +349,9 @@ class _Leader:
         """
         if self._spec.credentials is None:
             server = await asyncio.start_server(
-                lambda reader, writer: self._serve(self._shake_hands(reader, writer)), sock=sock
+                lambda reader, writer: self._serve(self._shake_hands(reader, writer)),
+                sock=sock,
+                backlog=BACKLOG,
             )
             return server.close
         handshakes, loop = Handshakes(self._spec.credentials), asyncio.get_running_loop()

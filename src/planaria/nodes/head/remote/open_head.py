@@ -32,7 +32,7 @@ from planaria.observe.status import Standing, job_status
 from planaria.transport.acceptor import Acceptor, Purpose
 from planaria.transport.sockets import Address
 
-_BACKLOG: Final = 1024
+BACKLOG: Final = 1024
 
 
 class LocalSockets:
@@ -43,7 +43,7 @@ class LocalSockets:
     """
 
     def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.address: Address = self._listener.getsockname()[:2]
 
     def leader_fd(self) -> int:
