@@ -17,6 +17,7 @@ import pytest
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.specs import NodeSpec
 from planaria.nodes import agent
+from planaria.nodes.part_reports import PartReports
 from planaria.transport import pulse
 
 LEASE_S = 12.0
@@ -127,6 +128,70 @@ def test_a_node_ends_whose_worker_cannot_be_replaced(monkeypatch: pytest.MonkeyP
     assert ends == [
         "a worker of it cannot be replaced: [Errno 11] Resource temporarily unavailable"
     ]
+
+
+def test_a_node_ends_whose_ticks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing renewed its lease, and nobody watched its workers any more."""
+    ends: list[str] = []
+
+    async def raise_error(_: object) -> None:
+        raise ValueError("a bug")
+
+    async def wait(_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        running = asyncio.create_task(agent._Agent(SPEC, [], lifeline_fd).run())
+        async with asyncio.timeout(2 * LEASE_S):
+            while not ends:
+                await asyncio.sleep(0.01)
+        running.cancel()
+
+    lifeline_fd, write_fd = os.pipe()
+    monkeypatch.setattr(agent._Agent, "_serve", wait)
+    monkeypatch.setattr(agent._Agent, "_run_ticks", raise_error)
+    monkeypatch.setattr(agent._Agent, "_end_node", lambda _, reason: ends.append(reason))
+    asyncio.run(run())
+    os.close(write_fd)
+    os.close(lifeline_fd)
+
+    assert ends == ["its ticks failed: a bug"]
+
+
+def test_a_node_without_a_head_watches_a_worker_that_saves_when_another_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory of the other was closed, of which the ticks died: a worker that hung on the store
+    was waited for for ten minutes."""
+    kills: list[tuple[int, int]] = []
+    pids = iter((1234567, 1234568))
+    monkeypatch.setattr(agent, "TICKS_PER_LEASE", 600)
+    monkeypatch.setattr(os, "fork", lambda: next(pids))
+    monkeypatch.setattr(os, "kill", lambda *arguments: kills.append(arguments))
+    monkeypatch.setattr(pulse.Pulse, "read_stack", lambda _: "a stack")
+    workers = [agent._Worker(msgspec.structs.replace(SPEC, device=n), -1) for n in range(2)]
+    ended, hanging = workers
+
+    async def wait_exit(_: int) -> int:
+        return 0
+
+    async def watch() -> None:
+        made = agent._Agent(SPEC, workers, -1)
+        made._lease = replace(made._lease, awake_since_s=-1e9)
+        made._parts = PartReports([0, 1])
+        await made._forward_messages(ended)
+        hanging.pulse._times_s[pulse._BEAT] = -1e9
+        ticks = asyncio.create_task(made._run_ticks())
+        async with asyncio.timeout(2 * LEASE_S):
+            while not ticks.done() and (hanging.pid, signal.SIGKILL) not in kills:
+                await asyncio.sleep(0.01)
+        assert not ticks.done()
+        ticks.cancel()
+
+    monkeypatch.setattr(agent, "wait_exit", wait_exit)
+    asyncio.run(watch())
+
+    assert ended.pid not in [pid for pid, _ in kills]
 
 
 def test_a_worker_that_breaks_the_protocol_is_killed(

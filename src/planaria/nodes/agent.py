@@ -263,9 +263,11 @@ class _Agent:
             )
         )
         forwarders = [asyncio.create_task(self._forward_messages(each)) for each in self._workers]
+        on_end = partial(self._end_on_error, "a worker of it cannot be replaced")
         for forwarder in forwarders:
-            forwarder.add_done_callback(self._on_forwarder_end)
+            forwarder.add_done_callback(on_end)
         ticks = asyncio.create_task(self._run_ticks())
+        ticks.add_done_callback(partial(self._end_on_error, "its ticks failed"))
         watch = asyncio.create_task(self._watch_notices())
         since_s = time.monotonic()
         while not self._is_shut_down and self._parts is None:
@@ -417,8 +419,7 @@ class _Agent:
             async with asyncio.timeout(EXAMINATION_S + 1.0):
                 verdict = await answer
         if not verdict and time.monotonic() - began_s >= EXAMINATION_S:
-            hanging = f"!it was examined for {EXAMINATION_S:g} s, and something there hangs"
-            verdict = hanging.encode()
+            verdict = b"!it was examined for %g s, and something there hangs" % EXAMINATION_S
         reason = verdict[1:].decode(errors="replace")
         if reason and not self._is_leaving:
             self._on_notice(self._spec.job.cluster.notice_s, reason=reason)
@@ -484,10 +485,10 @@ class _Agent:
             if isinstance(message, WorkerFailed) and message.blame == "node":
                 self._on_crash()
 
-    def _on_forwarder_end(self, forwarder: asyncio.Task[None]) -> None:
-        """Ends the node if a worker cannot be replaced: others would wait for it for ever."""
-        if not forwarder.cancelled() and (error := forwarder.exception()):
-            self._end_node(f"a worker of it cannot be replaced: {error}")
+    def _end_on_error(self, what: str, task: asyncio.Task[None]) -> None:
+        """Ends the node if one of its tasks has failed: others would wait for it for ever."""
+        if not task.cancelled() and (error := task.exception()):
+            self._end_node(f"{what}: {error}")
 
     # -- the lease and the workers' pulses --------------------------------------------------------
 
@@ -503,13 +504,11 @@ class _Agent:
                     self._check_pulse(worker, now_s)
 
     def _send_heartbeat(self, *, request: int = 0) -> None:
-        now_s, to_coordinator = time.monotonic(), self._to_coordinator
+        node, now_s, to_coordinator = self._spec.node, time.monotonic(), self._to_coordinator
         if to_coordinator is None:
             self._set_lease(unconnected_lease(self._lease, now_s))
         else:
-            heartbeat = Heartbeat(
-                node=self._spec.node, sent_s=now_s, offset=self._offset, request=request
-            )
+            heartbeat = Heartbeat(node=node, sent_s=now_s, offset=self._offset, request=request)
             to_coordinator.write(frame(heartbeat))
         is_connected, is_leaving = to_coordinator is not None, self._is_leaving
         if is_given_up(self._lease, now_s, is_connected=is_connected, is_leaving=is_leaving):
@@ -571,6 +570,7 @@ class _Agent:
             if self._parts is not None:
                 self._parts.add_exit(worker.rank)
             if self._is_shut_down or self._parts is not None:
+                self._workers.remove(worker)
                 return
             # The new worker must exist before the coordinator, told of the loss, can send orders.
             worker.fork()
