@@ -1,6 +1,8 @@
 """What a head knows of the machines that come to it, whatever becomes of their connections."""
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -403,6 +405,29 @@ async def test_a_machine_that_is_away_for_a_moment_keeps_its_place(tmp_path: Pat
 
         assert not head.machines.has_room
         second.close()
+
+
+@runs
+async def test_a_machine_that_breaks_off_while_it_is_admitted_keeps_the_place_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as away since the clock began, and another machine got a node too many."""
+
+    def raise_error(*_: object, **__: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    async with arriving_machines(tmp_path, num_max=1) as head:
+        fresh = await head.join("fresh")
+        head.machines.on_members(Members(epoch=3, term=1, nodes=(0,)))
+        assert not head.machines.has_room
+        monkeypatch.setattr(machine_handle, "break_when_silent", raise_error)
+        line = await arrive(head.address, name="back", run="run", node=0)
+        await line.wait_end()
+        line.close()
+
+        assert list(head.machines.live_nodes) == [0]
+        assert not head.machines.has_room
+        fresh.close()
 
 
 @runs

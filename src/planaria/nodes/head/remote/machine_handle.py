@@ -64,7 +64,8 @@ class MachineHandle:
         node: node that it runs; -1: none.
         missing_node: node that it was asked for and did not have when it came back; -1: none.
         ended_s: times at which its nodes have ended, the newest last.
-        broken_s: time at which its connection broke; of use only while it is broken.
+        broken_s: time at which its connection broke, or at which it came; of use only while the
+            connection is broken.
     """
 
     def __init__(self, name: str, facts: MachineFacts, *, machine_id: str = "") -> None:
@@ -77,7 +78,7 @@ class MachineHandle:
         self.is_leaving = self.has_code = False
         self.node = self.missing_node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX + 1)
-        self.broken_s = 0.0
+        self.broken_s = time.monotonic()
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._num_asked = 0
 
