@@ -28,6 +28,7 @@ from planaria.core.specs import NodeSpec
 from planaria.nodes import agent as agent_module
 from planaria.nodes import known_heads
 from planaria.nodes.agent import _Agent
+from planaria.nodes.known_heads import endpoints_by_child
 from planaria.nodes.part_reports import PartReports
 from planaria.transport.frames import (
     NODES,
@@ -39,7 +40,7 @@ from planaria.transport.frames import (
     shake_hands,
 )
 from planaria.transport.probe import NO_NODE
-from planaria.transport.sockets import Address
+from planaria.transport.sockets import Address, Resolve
 from planaria.transport.timekeeping import clock_name
 
 TOKEN = b"a token of 32 bytes for this test"
@@ -289,9 +290,15 @@ def test_a_node_finds_a_head_at_an_address_that_it_was_not_given(
     tries: list[tuple[tuple[Address, ...], float]] = []
 
     async def refuse(
-        addresses: tuple[Address, ...], *_: object, timeout_s: float, identity: int, key: bytes
+        addresses: tuple[Address, ...],
+        *_: object,
+        timeout_s: float,
+        identity: int,
+        key: bytes,
+        resolve: Resolve,
     ) -> None:
         assert (identity, key) == (0, derive(TOKEN, NODES))
+        assert resolve is endpoints_by_child
         tries.append((addresses, timeout_s))
         raise ConnectionError("no answer in time")
 

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+from collections.abc import Callable
 
 import pytest
 
 from helpers.heads import runs
 from helpers.tasks import settle, wait_until
+from planaria.nodes import child_answers
 from planaria.nodes.child_answers import (
     answer_of_child,
     fork_answer,
@@ -36,6 +39,29 @@ async def test_a_child_whose_end_nobody_waits_for_any_more_is_reaped_once() -> N
         os.kill(pid, signal.SIGKILL)
         await wait_until(lambda: _is_reaped(pid))
         await settle()  # What goes wrong on the event loop now fails the test.
+
+
+@runs
+async def test_a_child_whose_answer_nobody_waits_for_any_more_is_reaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An agent that looks up its head's name again and again would leave one at each try."""
+    pids = list[int]()
+
+    def fork_and_note(answer: Callable[[], bytes]) -> tuple[int, socket.socket]:
+        pid, sock = fork_answer(answer)
+        pids.append(pid)
+        return pid, sock
+
+    monkeypatch.setattr(child_answers, "fork_answer", fork_and_note)
+    waiting = asyncio.create_task(answer_of_child(_wait, timeout_s=1e6))
+    await wait_until(lambda: bool(pids))
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+    await wait_until(lambda: _is_reaped(pids[0]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -4,13 +4,14 @@ import asyncio
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from helpers.heads import runs
-from helpers.tasks import settle, wait_until
+from helpers.heads import CREDENTIALS, runs
+from helpers.tasks import TIMEOUT_S, settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.errors import CheckpointError
@@ -20,9 +21,11 @@ from planaria.nodes.known_heads import (
     LOOK_PERIOD_S,
     KnownHeads,
     Look,
+    endpoints_by_child,
     look_by_child,
     look_by_thread,
 )
+from planaria.transport.acceptor import Purpose, connect
 from planaria.transport.sockets import Address
 
 GIVEN = (("10.0.0.1", 7320), ("10.0.0.2", 7320))
@@ -233,13 +236,12 @@ def test_an_agent_ends_while_a_child_that_was_killed_lives_on(
         await asyncio.wait((asking,), timeout=20.0)
         assert asking.cancelled()
 
-    async def never(_: int) -> int:
-        await asyncio.Event().wait()
-        return 0
+    def never(_: int) -> asyncio.Future[int]:
+        return asyncio.get_running_loop().create_future()
 
     processes: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(child_answers, "fork_answer", fork)
-    monkeypatch.setattr(child_answers, "wait_exit", never)
+    monkeypatch.setattr(child_answers, "_exit_status", never)
     asyncio.run(cancel())
     forks[0][1].close()
 
@@ -265,3 +267,25 @@ def test_a_child_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert asyncio.run(answer_of_child(hang, timeout_s=0.2)) == b""
     assert len(pids) == 1
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+@runs
+async def test_an_agent_looks_a_name_up_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forks workers, and a resolver that does not answer keeps its thread for half a minute."""
+
+    def refuse(_: object) -> None:
+        raise AssertionError("a thread is started")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    assert (socket.AF_INET, ("127.0.0.1", 7)) in await endpoints_by_child(("localhost", 7))
+    assert await endpoints_by_child(("10.0.0.1", 7)) == [(socket.AF_INET, ("10.0.0.1", 7))]
+    for name in ("no.invalid", "a..b"):
+        with pytest.raises(ConnectionError, match=r"the name does not resolve \(.+\); name the"):
+            await connect(
+                (name, 1),
+                Purpose.NODE,
+                CREDENTIALS,
+                timeout_s=TIMEOUT_S,
+                resolve=endpoints_by_child,
+            )

@@ -62,7 +62,7 @@ from planaria.nodes.child_answers import answer_of_child, wait_exit
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.health import EXAMINATION_S, health_problem
-from planaria.nodes.known_heads import KnownHeads, look_by_child
+from planaria.nodes.known_heads import KnownHeads, endpoints_by_child, look_by_child
 from planaria.nodes.notices import fork_watcher, parse_notice_source
 from planaria.nodes.output import flush_own
 from planaria.nodes.part_reports import STATUS_SAVED, PartReports, end_group_with
@@ -335,7 +335,7 @@ class _Agent:
         enough to be back in time, since after a cut each node is given a whole one. All addresses
         are tried in it, however many are dead.
         """
-        spec = self._spec
+        spec, key = self._spec, derive(self._spec.token, NODES)
         credentials = credentials_of(spec.credentials)
         if credentials is not None:
             self._head, streams = await connect_first(
@@ -344,19 +344,14 @@ class _Agent:
                 credentials,
                 timeout_s=self._lease_s / 2,
                 identity=spec.node,
-                key=derive(spec.token, NODES),  # The node of another run has the same number.
+                key=key,  # The node of another run has the same number.
+                resolve=endpoints_by_child,
             )
             self._heads.leave_out(self._head)
             return streams
         reader, writer = await open_stream(spec.coordinator)
         try:
-            await shake_hands(
-                reader,
-                writer,
-                token=derive(spec.token, NODES),
-                role=Role.CONNECT,
-                identity=spec.node,
-            )
+            await shake_hands(reader, writer, token=key, role=Role.CONNECT, identity=spec.node)
         except BaseException:
             writer.close()
             raise

@@ -70,7 +70,8 @@ async def answer_of_child(answer: Callable[[], bytes], *, timeout_s: float) -> b
     finally:
         writer.close()
         os.kill(pid, signal.SIGKILL)
-    await wait_exit(pid)
+        status = _exit_status(pid)  # So that it is reaped also if this is cancelled.
+    await status
     return data
 
 
@@ -79,6 +80,10 @@ async def wait_exit(pid: int) -> int:
 
     The process is reaped by the event loop also if this is cancelled.
     """
+    return await _exit_status(pid)
+
+
+def _exit_status(pid: int) -> asyncio.Future[int]:
     loop = asyncio.get_running_loop()
     status: asyncio.Future[int] = loop.create_future()
     pidfd = os.pidfd_open(pid)
@@ -91,7 +96,7 @@ async def wait_exit(pid: int) -> int:
             status.set_result(ended)
 
     loop.add_reader(pidfd, reap)
-    return await status
+    return status
 
 
 def program_result(

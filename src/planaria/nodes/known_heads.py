@@ -27,7 +27,13 @@ from planaria.checkpoint.disk.time_limits import LOOK_TIMEOUT_S, TimeLimitedStor
 from planaria.errors import PlanariaError
 from planaria.nodes.child_answers import answer_of_child
 from planaria.nodes.daemon_threads import answer_of_thread
-from planaria.transport.sockets import Address, address_text
+from planaria.transport.sockets import (
+    Address,
+    Endpoint,
+    address_text,
+    endpoints_of,
+    literal_endpoints,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +176,28 @@ async def look_by_child(place: str) -> tuple[Address, ...]:
 
     data = await answer_of_child(answer, timeout_s=LOOK_TIMEOUT_S)
     return msgspec.json.decode(data, type=tuple[Address, ...]) if data else ()
+
+
+async def endpoints_by_child(address: Address) -> list[Endpoint]:
+    """Resolves an address by a child process, for an agent, as `look_by_child` looks; see Resolve.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    if literal := literal_endpoints(address):
+        return literal
+
+    def answer() -> bytes:
+        try:
+            return msgspec.json.encode(endpoints_of(address))
+        except OSError as error:
+            return msgspec.json.encode(str(error))
+
+    data = await answer_of_child(answer, timeout_s=LOOK_TIMEOUT_S)
+    resolved = msgspec.json.decode(data or b'"no answer"', type=list[Endpoint] | str)
+    if isinstance(resolved, str):
+        raise OSError(resolved)
+    return resolved
 
 
 def connection_problem(error: EOFError | OSError, head: Address) -> str:

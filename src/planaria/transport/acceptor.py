@@ -16,9 +16,7 @@ import logging
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -28,7 +26,13 @@ from planaria.errors import AuthenticationError, ConfigError, StrangerError
 from planaria.transport.credentials import Credentials, certificate_problem
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, shake_hands
 from planaria.transport.serving import ACCEPT_PAUSE_S
-from planaria.transport.sockets import Address, address_text, break_when_silent
+from planaria.transport.sockets import (
+    Address,
+    Resolve,
+    address_text,
+    break_when_silent,
+    endpoints_by_thread,
+)
 from planaria.transport.strangers import NUM_UNPROVEN_MAX, RefusalLog, Unproven, source_of
 
 logger = logging.getLogger(__name__)
@@ -384,6 +388,7 @@ async def connect(
     identity: int = 0,
     key: bytes = b"",
     turn: asyncio.Lock | None = None,
+    resolve: Resolve = endpoints_by_thread,
 ) -> Streams:
     """Streams to a head that has proved that it has the same token file.
 
@@ -394,6 +399,7 @@ async def connect(
         key: the key that the head must have, too; b"": that of the purpose.
         turn: held while the head is told who connects, and for good once it is proved. Of several
             connections that share it, one head at most learns of one; it has half of the time.
+        resolve: see Resolve.
 
     Raises:
         AuthenticationError: the head has another token file or key; a StrangerError: it is none.
@@ -406,13 +412,13 @@ async def connect(
     remedy = "is the head running, and may this machine reach that port?"
     try:
         async with asyncio.timeout_at(end_s):
-            endpoints = await _endpoints(address)
+            endpoints = await resolve(address)
     # UnicodeError: it cannot be a name. RuntimeError: no thread can be started.
     except (OSError, RuntimeError, UnicodeError) as error:
         problem = f": the name does not resolve ({error})"
         remedy = "name the head's IP address instead, or add the name to /etc/hosts"
         endpoints = []
-    for index, (family, _, _, _, endpoint) in enumerate(endpoints):
+    for index, (family, endpoint) in enumerate(endpoints):
         own_end_s = loop.time() + (end_s - loop.time()) / (len(endpoints) - index)
         try:  # A kernel without IPv6 still resolves names to its addresses.
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -427,24 +433,6 @@ async def connect(
             reason = _refusal_text(error) or "no answer in time"
             problem = f"{_route_text(endpoint, where)}: {reason}"
     raise ConnectionError(f"{where} cannot be reached{problem}; {remedy}")
-
-
-async def _endpoints(address: Address) -> list[tuple[Any, ...]]:
-    """Where an address leads; a name is looked up in a thread for which no end of a loop waits."""
-    kind, literal = socket.SOCK_STREAM, socket.AI_NUMERICHOST
-    with suppress(socket.gaierror):  # It is a name.
-        return list(socket.getaddrinfo(*address, type=kind, flags=literal))
-    answer: Future[list[tuple[Any, ...]]] = Future()
-    answer.set_running_or_notify_cancel()  # Nobody can cancel it from now on.
-
-    def look_up() -> None:
-        try:
-            answer.set_result(list(socket.getaddrinfo(*address, type=kind)))
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=look_up, name="resolver", daemon=True).start()
-    return await asyncio.wrap_future(answer)
 
 
 async def _open(

@@ -7,12 +7,13 @@ head, and to a coordinator a connection that closes is a lost node.
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from planaria.errors import AuthenticationError, StrangerError
 from planaria.transport.acceptor import Purpose, Streams, connect
 from planaria.transport.credentials import Credentials
-from planaria.transport.sockets import Address
+from planaria.transport.sockets import Address, Resolve, endpoints_by_thread
 
 _HEAD_START_S: Final = 0.25  # Of an address before the next one, as by RFC 8305.
 
@@ -25,6 +26,7 @@ async def connect_first(
     timeout_s: float,
     identity: int = 0,
     key: bytes = b"",
+    resolve: Resolve = endpoints_by_thread,
 ) -> tuple[Address, Streams]:
     """The address of the first head that has proved itself, and streams to it; see `connect`.
 
@@ -39,6 +41,7 @@ async def connect_first(
     """
     loop = asyncio.get_running_loop()
     end_s, turn = loop.time() + timeout_s, asyncio.Lock() if len(addresses) > 1 else None
+    begin = partial(connect, identity=identity, key=key, turn=turn, resolve=resolve)
     head_start_s = min(_HEAD_START_S, timeout_s / (2 * len(addresses)))
     waiting = list(enumerate(addresses))
     errors: dict[int, AuthenticationError | OSError] = {}  # Why each address did not do.
@@ -48,15 +51,7 @@ async def connect_first(
             if waiting:
                 left_s = end_s - loop.time()
                 index, address = waiting.pop(0)
-                work = connect(
-                    address,
-                    purpose,
-                    credentials,
-                    timeout_s=left_s,
-                    identity=identity,
-                    key=key,
-                    turn=turn,
-                )
+                work = begin(address, purpose, credentials, timeout_s=left_s)
                 tries[asyncio.create_task(work)] = index
             pause_s = head_start_s if waiting else None
             done, _ = await asyncio.wait(

@@ -8,10 +8,15 @@ import errno
 import ipaddress
 import os
 import socket
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
 Address = tuple[str, int]
 Endpoint = tuple[int, tuple[Any, ...]]  # Family of a socket, and what it connects to.
+# Returns where an address may be reached, without blocking the event loop.
+Resolve = Callable[[Address], Awaitable[list[Endpoint]]]
 
 CONNECT_TIMEOUT_S: Final = 10.0
 # TCP keepalive probes the kernel of a silent peer, but not while unacknowledged bytes are on their
@@ -120,6 +125,42 @@ def endpoints_of(address: Address) -> list[Endpoint]:
     except UnicodeError as error:
         raise OSError(f"{address[0]!r} can be no name of a machine") from error
     return [(family, endpoint) for family, _, _, _, endpoint in resolved]
+
+
+def literal_endpoints(address: Address) -> list[Endpoint]:
+    """Where a host and port may be reached; []: the host is a name. It never blocks.
+
+    Raises:
+        UnicodeError: the host can be no name.
+    """
+    try:
+        resolved = socket.getaddrinfo(
+            *address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+    except socket.gaierror:
+        return []
+    return [(family, endpoint) for family, _, _, _, endpoint in resolved]
+
+
+async def endpoints_by_thread(address: Address) -> list[Endpoint]:
+    """Resolves an address by a thread, for which no end of an event loop waits; see Resolve.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    if literal := literal_endpoints(address):
+        return literal
+    answer: Future[list[Endpoint]] = Future()
+    answer.set_running_or_notify_cancel()  # Nobody can cancel it from now on.
+
+    def look_up() -> None:
+        try:
+            answer.set_result(endpoints_of(address))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=look_up, name="resolver", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 def connecting_socket(endpoints: list[Endpoint]) -> socket.socket:
