@@ -383,8 +383,7 @@ def plan_job(
         problem = problem_of(config, prepared.profile, processors=processors)
         check_size(problem, num_nodes)
         check_size(problem, max_nodes, limit=Limit.MAX_NODES)
-        is_given = manifest is not None or plan is not None
-        smaller = _smaller_problem(config, problem, num_nodes) if is_given else problem
+        smaller = _smaller_problem(config, problem, num_nodes) if manifest or plan else problem
         templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
         others = templates if plan is None else None
         if plan is None:

@@ -32,7 +32,7 @@ class MachineChecks:
         mark: mark of the head.
         is_planned: whether the job is planned, by the files that count then to its end.
         memory_bytes_min: memory for which the job is planned, of each machine; 0: any will do.
-        digests: who gave the digest that counts, and that digest, by key of the files.
+        digests: the digest that counts, after the name of who gave it, by key of the files.
     """
 
     def __init__(
