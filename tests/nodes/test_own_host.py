@@ -44,9 +44,10 @@ def test_a_machine_that_only_its_neighbours_reach_by_a_scope_ends(tmp_path: Path
     """The route to the head was one of a link-local address, which says on its own machine alone
     which interface it means: each worker died when it listened there."""
     made = machine._Machine(_spec(tmp_path, host=""))
+    reader: Any = None  # Nothing is read.
     route: Any = _Route("fe80::1")
     with pytest.raises(ConfigError, match=r"fe80::1, a link-local .*--advertise.*--interface"):
-        asyncio.run(made._talk(asyncio.StreamReader(), route))
+        asyncio.run(made._talk(reader, route))
 
 
 def test_a_route_to_a_head_changes_no_address_that_others_know(tmp_path: Path) -> None:
