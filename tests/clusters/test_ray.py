@@ -26,7 +26,7 @@ pytestmark = [
 
 NUM_MACHINES: Final = 4
 # Long enough for Ray to bring two machines back. One node can hold the model.
-SETTINGS: Final = ("training.iterations=3000", "cluster.device_memory_bytes=200000")
+SETTINGS: Final = ("training.iterations=9000", "cluster.device_memory_bytes=200000")
 
 
 def machine_of_head(cluster: RayCluster) -> Host:
@@ -78,4 +78,4 @@ def test_ray_brings_back_a_drained_machine_a_lost_one_and_that_of_the_head(
             program.wait_for_line(rf" {part} +([0-9a-f]{{64}})$")[1]
             for part in ("parameters", "optimizer")
         ]
-    assert tuple(digests) == local_digests(tmp_path, server, iterations=3000)
+    assert tuple(digests) == local_digests(tmp_path, server, iterations=9000)
