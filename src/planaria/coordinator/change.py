@@ -6,8 +6,9 @@ commit on which all ranks agree, so that no iteration is done again:
 1. A rank that lacks layers of the new plan becomes a silent member of them: it receives their state
    at the commit. From then on it takes part in their reductions with +0 and takes the same
    optimizer steps, while all other ranks train as before. Layers come in waves, one epoch each. No
-   wave sends more over a link than the link carries in an iteration. Layers that only a leaving
-   node holds come first, so that they are safe if the node is gone too early.
+   wave sends more over a link than the link carries in an iteration, or while the longest of its
+   layers moves alone. Layers that only a leaving node holds come first, so that they are safe if
+   the node is gone too early.
 2. When all layers have arrived, one more switch begins the new plan itself, and leaving nodes are
    told to leave.
 

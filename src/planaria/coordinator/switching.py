@@ -77,8 +77,8 @@ def _waves_of(
 ) -> tuple[tuple[Transfer, ...], ...]:
     """All transfers of a transition in waves, in each of which whole layers go to ranks.
 
-    No wave keeps a link busy for longer than an iteration, unless it is one layer of one rank.
-    Layers with the fewest holders that stay come first.
+    No wave keeps a link busy for longer than an iteration, or than the longest of its layers alone.
+    Layers with the fewest holders that stay come first, and of these the longest.
 
     Args:
         iteration_s: duration of an iteration with the old plan, by which all train meanwhile.
@@ -93,20 +93,58 @@ def _waves_of(
     for transfers in transition.rounds:
         for transfer in transfers:
             needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
-    waves: list[list[Transfer]] = []
-    load: Load = {}
-    for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
-        parts = needs[layer, target]
-        added = load_of(parts, prices, devices_per_node=per_node)
-        if not waves or busiest_s(added, prices, beside=load) > iteration_s:
-            waves.append([])
-            load = {}
-        for direction, on_kinds in added.items():
-            on_direction = load.setdefault(direction, {})
-            for kind, size in on_kinds.items():
-                on_direction[kind] = on_direction.get(kind, 0) + size
-        waves[-1] += parts
-    return tuple(tuple(wave) for wave in waves)
+    everything = [transfer for parts in needs.values() for transfer in parts]
+    if transfer_s(everything, prices, devices_per_node=per_node) <= iteration_s:  # The usual case.
+        order = sorted(needs, key=lambda need: (stay[need[0]], need))
+        return (tuple(transfer for need in order for transfer in needs[need]),) if needs else ()
+    loads = {n: load_of(parts, prices, devices_per_node=per_node) for n, parts in needs.items()}
+    alone_s = {need: busiest_s(load, prices) for need, load in loads.items()}
+    order = sorted(needs, key=lambda need: (stay[need[0]], -alone_s[need], need))
+    waves = _first_fits([loads[need] for need in order], iteration_s=iteration_s, prices=prices)
+    moved: list[list[Transfer]] = [[] for _ in range(max(waves) + 1)]
+    for need, wave in zip(order, waves, strict=True):
+        moved[wave] += needs[need]
+    return tuple(map(tuple, moved))
+
+
+def _first_fits(loads: list[Load], *, iteration_s: float, prices: Prices) -> list[int]:
+    """The wave of each load: the first one that has room for it, in the order of the loads.
+
+    A wave is passed over where even the smallest load of a direction would find no room there, so
+    it takes O(directions of all loads) as a rule. 96,000 transfers of 500 nodes take 0.5 s.
+    """
+    smallest: Load = {}
+    for load in loads:
+        for direction, on_kinds in load.items():
+            least = smallest.setdefault(direction, dict(on_kinds))
+            for kind, num_bytes in on_kinds.items():
+                least[kind] = min(num_bytes, least.get(kind, num_bytes))
+    limits_s: list[float] = []
+    filled: list[Load] = []
+    first_open: dict[tuple[bool, str, int], int] = {}
+    waves: list[int] = []
+    for load in loads:
+        wave = max(first_open.get(direction, 0) for direction in load)
+        while wave < len(filled):
+            if busiest_s(load, prices, beside=filled[wave]) <= limits_s[wave]:
+                break
+            for direction in load:
+                if first_open.get(direction, 0) == wave and all(
+                    busiest_s({direction: {kind: num_bytes}}, prices, beside=filled[wave])
+                    > limits_s[wave]
+                    for kind, num_bytes in smallest[direction].items()
+                ):
+                    first_open[direction] = wave + 1
+            wave += 1
+        else:
+            filled.append({})
+            limits_s.append(max(iteration_s, busiest_s(load, prices)))
+        for direction, on_kinds in load.items():
+            on_direction = filled[wave].setdefault(direction, {})
+            for kind, num_bytes in on_kinds.items():
+                on_direction[kind] = on_direction.get(kind, 0) + num_bytes
+        waves.append(wave)
+    return waves
 
 
 _Rounds: TypeAlias = tuple[tuple[Transfer, ...], ...]
