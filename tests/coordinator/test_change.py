@@ -191,6 +191,22 @@ def test_a_node_that_leaves_is_kept_for_others_that_are_about_to_join() -> None:
     assert cluster.state.change.kinds == {2: "join", 1: "preempt"}
 
 
+def test_a_node_is_kept_for_others_no_longer_than_its_shortest_notice_says() -> None:
+    """A cloud's notice of two minutes is often followed by a last one of seconds, which was taken
+    for the same: the node was gone before it was planned out."""
+    cluster = training(rules())
+    cluster.hear(NodeArrived(node=2, rank=2, machine="m"))
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=120.0))
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=10.0), now_s=NOW_S + 5.0)
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=120.0), now_s=NOW_S + 6.0)
+    cluster.hear(Tick(), now_s=NOW_S + 9.5)
+    assert cluster.state.change is None
+    cluster.hear(Tick(), now_s=NOW_S + 10.0)
+
+    assert cluster.state.change is not None
+    assert cluster.state.change.kinds == {1: "preempt"}
+
+
 def test_a_node_that_leaves_is_kept_though_another_was_lost_before_it_could_leave() -> None:
     """The short notice of the lost one made the job stop at once, with time and help on its way."""
     cluster = training(replace(rules(), n0=2), shaped_plan((1, 1, 1), 6))

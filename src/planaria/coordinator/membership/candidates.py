@@ -103,8 +103,13 @@ def on_leave_request(
     leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s, is_unfit)
     if isinstance(event, NoticeTaken) and not event.reason:
         leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
-    if node in members.leaving and leave.kind in (ChangeKind.DRAIN, members.leaving[node].kind):
-        return state, ()  # The same request came before.
+    before = members.leaving.get(node)
+    if before is not None and leave.kind in (ChangeKind.DRAIN, before.kind):
+        # The same request came before, but a later notice may leave less time.
+        if leave.kind is before.kind and leave.until_s < before.until_s:
+            before = replace(before, until_s=leave.until_s)
+        members = replace(members, leaving={**members.leaving, node: before})
+        return replace(state, membership=members), ()
     if node in members.postponed:
         if is_unfit:
             return state, ()
