@@ -307,8 +307,8 @@ def _why_needed(rules: Rules, state: JobState, node: int) -> str:
 
 def shortage_without(rules: Rules, state: JobState, node: int) -> str:
     """Why too few nodes would be left without a node; empty if there would be enough."""
-    joining = [n for n in state.membership.candidates if state.has_workers(n)]
-    others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.membership.leaving)]
+    joining = {n for n in state.membership.candidates if state.has_workers(n)}
+    others = joining.union(state.all_nodes).difference((node, *state.membership.leaving))
     is_asked_for = rules.job.cluster.grant_s > 0.0 and not state.stop.is_requested
     return "" if is_asked_for else shortage_text(rules, len(others))
 

@@ -106,8 +106,7 @@ def begin_recovery(
     concerned = nodes or ((node,) if node >= 0 else ())
     state = with_failures(state, nodes, now_s)
     history = _history(rules, state, kind, concerned, now_s=now_s)
-    alive = tuple(member for member in state.all_nodes if member not in nodes)
-    members = state.membership
+    members, alive = state.membership, tuple(n for n in state.all_nodes if n not in nodes)
     num_left = sum(member not in members.leaving for member in alive)
     joined = replacements_at_loss(rules, state, num_left, now_s)
     remaining = tuple(sorted({*alive, *joined}))
@@ -116,10 +115,11 @@ def begin_recovery(
     epoch = max(state.epochs) + 1
     state = with_joining_speeds(state, remaining)
     loss = Loss(kind, concerned, reason, now_s, joined)
+    over = {*remaining, *nodes}  # A node that is lost while it joins is a candidate, too.
     members = replace(
         members,
         gone=tuple(sorted({*members.gone, *nodes})),
-        candidates={n: waits for n, waits in members.candidates.items() if n not in remaining},
+        candidates={n: waits for n, waits in members.candidates.items() if n not in over},
         leaving={n: leave for n, leave in members.leaving.items() if n in remaining},
         postponed={n: leave for n, leave in members.postponed.items() if n in remaining},
         history=history,

@@ -26,6 +26,7 @@ from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
 from helpers.recorder_messages import change_message
 from planaria.coordinator.commands import End, MembersRecorded, Tick
+from planaria.coordinator.crashes import shortage_without
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.membership.standby import (
@@ -262,9 +263,52 @@ def test_after_a_broken_link_as_many_are_taken_as_the_job_goes_on_with(
 def test_no_more_nodes_are_taken_than_there_may_be() -> None:
     """Raised estimates of memory had made n0 so large that (f + 1) * n0 nodes were more."""
     made = replace(rules(n0=1, f=1), n0=3, max_nodes=3)
-    state = training(replace(made, max_nodes=4), 2, 3).state
+    state = training(replace(made, max_nodes=2), 2, 3).state
+    assert list(state.membership.candidates) == [2, 3]
 
     assert len(replacements_at_loss(made, state, 2, NOW_S)) == 1
+
+
+def test_a_node_that_is_joining_takes_no_second_place() -> None:
+    """Until its switch began it was a candidate, too, and filled the gap that another could."""
+    made = replace(rules(f=2), max_nodes=3)
+    cluster = training(made)
+    cluster.join(2)
+    assert cluster.state.switch is not None
+    cluster.join(3)
+    cluster.lose(0)
+
+    assert cluster.state.nodes == (1, 2, 3)
+    (decided,) = of_type(cluster.commands, Decided)
+    assert decided.joined == (3,)
+
+
+def test_a_node_that_is_lost_while_it_joins_is_not_its_own_replacement() -> None:
+    """It was a member again of the epoch after its loss, which waited for it; and a candidate from
+    then on, for whose workers a node with a notice was kept."""
+    cluster = training(rules(f=2))
+    cluster.join(2)
+    assert cluster.state.switch is not None
+    cluster.lose(2)
+
+    assert cluster.state.nodes == (0, 1)
+    assert cluster.state.membership.gone == (2,)
+    assert cluster.state.membership.candidates == {}
+    assert is_training(cluster)
+
+
+def test_a_node_that_is_joining_counts_once_among_those_that_would_be_left() -> None:
+    """Two are needed. The job evicted the only other one."""
+    made = rules()
+    resilience = replace(made.job.resilience, when_below="stop")
+    made = replace(made, job=replace(made.job, resilience=resilience))
+    cluster = FakeCluster(made, shaped_plan((1,), 6))
+    cluster.begin()
+    cluster.join(2)
+    assert cluster.state.switch is not None
+
+    assert "1 node is left" in shortage_without(made, cluster.state, 0)
+    assert "1 node is left" in shortage_without(made, cluster.state, 2)
 
 
 def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:

@@ -29,7 +29,9 @@ def able_candidates(state: JobState, now_s: float) -> list[int]:
     able = [
         node
         for node, candidate in state.membership.candidates.items()
-        if candidate.not_before_s <= now_s and state.has_workers(node)
+        if candidate.not_before_s <= now_s
+        and state.has_workers(node)
+        and not state.is_member(node)  # Until a switch begins, its new nodes are candidates, too.
     ]
     return trusted_first(state, able, now_s)
 
@@ -75,7 +77,8 @@ def replacements_at_loss(
     goes_on_with_n0 = is_cut and resilience.when_below == "continue"
     num_pipelines = 1 if goes_on_with_n0 else resilience.failures_tolerated + 1
     needed = min(num_pipelines * rules.n0, rules.max_nodes) - num_left
-    anyone = trusted_first(state, filter(state.has_workers, state.membership.candidates), now_s)
+    waiting = [n for n in state.membership.candidates if not state.is_member(n)]
+    anyone = trusted_first(state, filter(state.has_workers, waiting), now_s)
     replacements = anyone[: max(0, needed)]
     if rules.job.cluster.standby and not is_cut:
         able = [node for node in able_candidates(state, now_s) if node not in replacements]
