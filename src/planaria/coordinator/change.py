@@ -17,6 +17,10 @@ one. The gain of the new plan hardly counts if the next failure is likely to com
 have arrived. So a change that does not pay right after a failure is considered again each time the
 expected time to the next failure has doubled.
 
+A change is dropped after a wave if another node is to leave by then, and a change with that node is
+looked for; layers that have moved count. Nodes that are taken away before others could join leave
+first.
+
 The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
 A loss or a new coordinator ends an unfinished change; afterwards a change is looked for anew.
 
@@ -26,7 +30,9 @@ that have to move.
 
 from collections.abc import Sequence
 from functools import partial
-from math import frexp
+from math import frexp, inf
+
+import msgspec
 
 from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
 from planaria.coordinator.frozen import replace
@@ -76,8 +82,9 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
     if state.membership.postponed:
         state = with_postponed(rules, state, now_s)
     planned, speeds, members = state.plan.slow_nodes, state.speeds, state.membership
-    hurried = _hurry_text(rules, state)
-    if not (members.leaving or members.candidates or planned or speeds or state.idle or hurried):
+    hurried, waiting = _hurry_text(rules, state), _waiting_nodes(state)
+    is_calm = not (members.leaving or members.candidates or planned or speeds or state.idle)
+    if is_calm and not (hurried or waiting):
         return state, ()  # The usual case, decided fast because it follows nearly every report.
     situation, last = _situation(rules, state, now_s), state.search.last_situation
     joining, leaving, retried = situation.joining, situation.leaving, situation.retried
@@ -85,7 +92,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     if state.nodes == state.search.short_of_memory and not (joining or leaving):
         return state, ()
-    staying = tuple(node for node in state.nodes if node not in leaving)
+    staying = tuple(sorted({*state.nodes}.difference(leaving, waiting)))
     num_left = len(staying) + len(joining)
     if leaving and _is_help_coming(rules, state, num_left, now_s):
         return state, ()
@@ -93,15 +100,15 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         return _refuse_or_stop(rules, state, num_left, short, now_s)
     exponent = situation.failure_exponent
     is_told = last is not None and replace(last, failure_exponent=exponent) == situation
-    state = replace(state, search=replace(state.search, last_situation=situation))
     changed = {n for n in staying if planned.get(n, 1.0) != speeds.get(n, 1.0)}.union(retried)
     slow = tuple(sorted(changed.difference(leaving)))
     if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
-    cluster = _cluster(state, event, staying, now_s)
-    waves = KnownWaves(leaving=leaving, prices=prices_of(rules, state))
-    best, candidates, as_it_is = _best_change(rules, state, event, cluster, waves, now_s=now_s)
+    proposal = _timely_proposal(rules, state, event, staying, now_s)
+    event, best = proposal.event, proposal.best
+    waiting = tuple(node for node in waiting if node not in event.joined)
+    state = replace(state, search=replace(state.search, last_situation=situation, waiting=waiting))
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
         if not is_asked_for or is_told:
@@ -111,20 +118,23 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         return without_drains(state), (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
     still_slow = tuple(node for node in slow if node in speeds)
-    if not placed and not leaving and not is_worthwhile(rules, candidates, as_it_is):
+    as_it_is = proposal.as_it_is
+    if not placed and not leaving and not is_worthwhile(rules, proposal.candidates, as_it_is):
         if joining or not still_slow or is_told:
             return state, ()
         return state, (Notify(Warned(text=f"{_slow_text(state, still_slow)}; no plan is faster")),)
     change = Change(
         kinds=_kinds(state, event, best),
         transition=best,
-        candidates=candidates,
-        waves=waves.of(best, iteration_s=iteration_s(state)),
+        candidates=proposal.candidates,
+        waves=proposal.waves.of(best, iteration_s=iteration_s(state)),
         began_s=now_s,
         time_to_failure_s=time_to_failure_s(rules, state, now_s),
         silent=state.plan.silent,
         reason=_slow_text(state, still_slow) if still_slow else "" if is_asked_for else hurried,
-        inputs=decision_inputs(rules, state, cluster, event, now_s, is_foreseen=best.is_foreseen),
+        inputs=decision_inputs(
+            rules, state, proposal.cluster, event, now_s, is_foreseen=best.is_foreseen
+        ),
     )
     return _record_switch(replace(state, change=change))
 
@@ -133,12 +143,18 @@ def _situation(rules: Rules, state: JobState, now_s: float) -> Situation:
     leaving = tuple(sorted(set(state.membership.leaving).intersection(state.nodes)))
     return Situation(
         nodes=state.nodes,
-        joining=_joining_nodes(rules, state, len(state.nodes) - len(leaving), now_s),
+        joining=tuple(sorted((*_joining_nodes(rules, state, now_s), *_waiting_nodes(state)))),
         leaving=leaving,
         speeds=tuple(state.speeds.items()),
         retried=_retried_nodes(state),
         failure_exponent=frexp(time_to_failure_s(rules, state, now_s))[1],
     )
+
+
+def _waiting_nodes(state: JobState) -> tuple[int, ...]:
+    """The members that count as joining nodes, because they are to get work."""
+    waiting = state.search.waiting
+    return tuple(node for node in state.workless if node in waiting) if waiting else ()
 
 
 def _retried_nodes(state: JobState) -> tuple[int, ...]:
@@ -205,10 +221,9 @@ def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
     return f"{', '.join(takes)} as long as usual"
 
 
-def _joining_nodes(
-    rules: Rules, state: JobState, num_staying: int, now_s: float
-) -> tuple[int, ...]:
+def _joining_nodes(rules: Rules, state: JobState, now_s: float) -> tuple[int, ...]:
     """The candidates that become members now, ascending."""
+    num_staying = sum(node not in state.membership.leaving for node in state.nodes)
     able = able_candidates(state, now_s)
     number = num_joining(rules, num_staying=num_staying, num_able=len(able))
     return tuple(sorted(able[:number]))
@@ -245,12 +260,58 @@ def _refuse_or_stop(
     return stopping, (Tell(StopRequested()),)
 
 
-def _cluster(
-    state: JobState, event: NodesChanged, staying: tuple[int, ...], now_s: float
-) -> ClusterState:
-    """The members after a change as policies see them."""
+class _Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """The best change for an event.
+
+    Attributes:
+        cluster: members after the change, as policies see them.
+        best: transition of the change; None: no policy knows one.
+        candidates: prices of all transitions that were proposed.
+        as_it_is: prices of the one that keeps the plan; None: none does.
+        waves: waves of the transitions, found so far.
+    """
+
+    event: NodesChanged
+    cluster: ClusterState
+    best: Transition | None
+    candidates: tuple[Candidate, ...]
+    as_it_is: Candidate | None
+    waves: KnownWaves
+
+
+def _timely_proposal(
+    rules: Rules, state: JobState, event: NodesChanged, staying: tuple[int, ...], now_s: float
+) -> _Proposal:
+    """The best change for the event or, if it takes too long for nodes that are taken away, for
+    these alone.
+
+    Nodes join afterwards then. But if too few nodes would be left to tolerate f failures, those
+    that leave are kept until others have joined.
+
+    Args:
+        staying: members with work that do not leave.
+    """
+    proposal = _proposal(rules, state, event, staying, now_s)
+    leaving = (state.membership.leaving[node] for node in event.leaving)
+    until_s = min((x.until_s for x in leaving if x.kind is ChangeKind.PREEMPT), default=inf)
+    is_safe = len(staying) >= (rules.job.resilience.failures_tolerated + 1) * rules.n0
+    if not event.joined or not is_safe or until_s == inf or proposal.best is None:
+        return proposal
+    as_is_s = iteration_s(state)
+    num_waves = len(proposal.waves.of(proposal.best, iteration_s=as_is_s))
+    if not num_waves or now_s + (2 * num_waves + 1) * as_is_s <= until_s:
+        return proposal
+    sooner = _proposal(rules, state, replace(event, joined=()), staying, now_s)
+    if sooner.best is None or len(sooner.waves.of(sooner.best, iteration_s=as_is_s)) >= num_waves:
+        return proposal
+    return sooner
+
+
+def _proposal(
+    rules: Rules, state: JobState, event: NodesChanged, staying: tuple[int, ...], now_s: float
+) -> _Proposal:
     held = state.plan.held_by_rank
-    return ClusterState(
+    cluster = ClusterState(
         state.epoch + 1,
         tuple(
             node_for_policies(state, node, held, now_s)
@@ -258,19 +319,7 @@ def _cluster(
         ),
         tuple(node_for_policies(state, node, held, now_s) for node in event.leaving),
     )
-
-
-def _best_change(
-    rules: Rules,
-    state: JobState,
-    event: NodesChanged,
-    cluster: ClusterState,
-    waves: KnownWaves,
-    *,
-    now_s: float,
-) -> tuple[Transition | None, tuple[Candidate, ...], Candidate | None]:
-    """The best transition that the policy proposes, None if none; the prices of all; and those of
-    the one that keeps the plan, None if none does."""
+    waves = KnownWaves(leaving=event.leaving, prices=prices_of(rules, state))
     changes = policy_of(rules, state).propose(state.plan, cluster, event, waves.prices)
     weighed = weighed_changes(
         changes,
@@ -280,8 +329,14 @@ def _best_change(
     )
     best, candidates = choice_among(rules, state, changes, now_s, weighed=weighed)
     priced = zip(changes, candidates, strict=True)
-    as_it_is = next((candidate for change, candidate in priced if change.keeps_plan), None)
-    return best, candidates, as_it_is
+    return _Proposal(
+        event=event,
+        cluster=cluster,
+        best=best,
+        candidates=candidates,
+        as_it_is=next((candidate for change, candidate in priced if change.keeps_plan), None),
+        waves=waves,
+    )
 
 
 # -- switches -------------------------------------------------------------------------------------
@@ -452,8 +507,12 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     return state, (Notify(notice),)
 
 
-def order_next_switch(state: JobState) -> Step:
-    """Orders the next switch once the silent ranks have taken a step with their new layers."""
+def order_next_switch(rules: Rules, state: JobState, now_s: float) -> Step:
+    """Orders the next switch once the silent ranks have taken a step with their new layers.
+
+    If a node is to leave since the change was chosen, the change is dropped in its place. Silent
+    ranks keep what they have received, and another change is looked for.
+    """
     change = state.change
     if change is None or change.switch is not None or not state.facts.is_entered:
         return state, ()
@@ -462,4 +521,17 @@ def order_next_switch(state: JobState) -> Step:
     is_first = commits.next_iteration <= commits.outcome.iteration
     if is_first or state.stop.is_requested or commits.ends:
         return state, ()
+    if _is_overtaken(rules, state, change, now_s):
+        search = replace(state.search, last_situation=None, waiting=state.workless)
+        return replace(state, change=None, search=search), ()
     return _record_switch(state)
+
+
+def _is_overtaken(rules: Rules, state: JobState, change: Change, now_s: float) -> bool:
+    """Whether a member is to leave that stays after the change, and need not wait for others."""
+    leaving = state.membership.leaving
+    if all(change.kinds.get(node) in LEAVING for node in leaving if node in state.nodes):
+        return False
+    num_staying = sum(node not in leaving for node in state.nodes)
+    num_left = num_staying + len(_joining_nodes(rules, state, now_s))
+    return not _is_help_coming(rules, state, num_left, now_s)

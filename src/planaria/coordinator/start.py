@@ -22,6 +22,7 @@ from planaria.coordinator.state import (
     Loss,
     Membership,
     Phase,
+    PlanSearch,
     Saves,
     Step,
     Stop,
@@ -139,11 +140,7 @@ def restored_step(
         commits = replace(first.commits, next_iteration=state.commits.next_iteration)
         return replace(first, commits=commits), (record,)
     if decision and decision.order.epoch == members.epoch and not _is_midway(decision):
-        failure, reason = decision.failure, decision.reason
-        stop = replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason)
-        facts = replace(state.facts, decision=decision)
-        state = replace(state, phase=Phase.JOINING, stop=stop, facts=facts)
-        return advance(rules, state, now_s)
+        return advance(rules, _with_decision(state, decision, now_s), now_s)
     if members.is_planned:
         # Nobody knows which ranks have begun this epoch, or what was to follow it. If all did not
         # leave it, silent members would stay silent: nobody would ask for the change again.
@@ -151,6 +148,19 @@ def restored_step(
         return begin_recovery(rules, state, LossKind.LEADER, (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
+
+
+def _with_decision(state: JobState, decision: Decision, now_s: float) -> JobState:
+    """The state of the epoch that a decision on record begins, or has begun."""
+    failure, reason = decision.failure, decision.reason
+    return replace(
+        state,
+        phase=Phase.JOINING,
+        stop=replace(state.stop, failure=failure, failed_s=now_s, failed_reason=reason),
+        facts=replace(state.facts, decision=decision),
+        # A change that was dropped may have made nodes members that were to get work in the next.
+        search=PlanSearch(waiting=state.workless),
+    )
 
 
 def _is_midway(decision: Decision | None) -> bool:

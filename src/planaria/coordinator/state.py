@@ -265,7 +265,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         nodes: members.
-        joining: candidates that can become members now.
+        joining: candidates that can become members now, and members that wait for work.
         leaving: members that are to leave.
         speeds: (node, speed) of each slow node.
         retried: slow nodes without work that are assumed to be fast again.
@@ -289,12 +289,15 @@ class PlanSearch(msgspec.Struct, frozen=True, kw_only=True):
         searched_epoch: newest epoch for whose nodes better plans have been searched; -1: none.
         short_of_memory: members when a rank last lacked memory for the layers of a change; they
             begin no other one unless nodes join or leave. Losses do not clear it.
+        waiting: members that had no work when a change was dropped, a drain was refused, or this
+            coordinator began. They count as joining nodes when a change is next looked for.
     """
 
     last_situation: Situation | None = None
     is_plan_searched: bool = False
     searched_epoch: int = -1
     short_of_memory: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,6 +338,12 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     def idle(self) -> Mapping[int, tuple[int, float]]:
         """The slow nodes without work, as in `Findings`."""
         return self.learning.findings.idle
+
+    @property
+    def workless(self) -> tuple[int, ...]:
+        """The members without work, except those that are or were slow, and those that leave."""
+        others = {*self.plan.nodes, *self.speeds, *self.idle, *self.membership.leaving}
+        return tuple(node for node in self.nodes if node not in others)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -386,7 +386,7 @@ def _advance_training(rules: Rules, state: JobState, now_s: float) -> Step:
         _note_entered,
         _commit_reported,
         _note_entered,
-        _order_next_switch,
+        order_next_switch,
         begin_change,
     ):
         state, new_commands = advance_one(rules, state, now_s)
@@ -404,10 +404,6 @@ def _note_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     state = replace(state, facts=replace(state.facts, is_entered=True))
     state, commands = on_epoch_entered(rules, state, now_s)
     return state, (notice, *commands)
-
-
-def _order_next_switch(_rules: Rules, state: JobState, _now_s: float) -> Step:
-    return order_next_switch(state)
 
 
 # -- iterations -----------------------------------------------------------------------------------

@@ -315,6 +315,7 @@ class Checkers:
         self._num_committed = min(self._num_committed, origin.iteration)
 
     def _check_plan(self, plan: Plan) -> None:
+        members = set(self._members) - self._waiting_nodes(plan)
         job, self._ranks, self._plan = self._job, plan.ranks, plan
         if not plan.silent:
             self._plans = (*self._plans[-1:], plan)
@@ -323,7 +324,7 @@ class Checkers:
         num_layers, num_microbatches = job.scenario.num_layers, job.scenario.num_microbatches
         for text in wrong_in(plan, num_layers=num_layers, num_microbatches=num_microbatches):
             self._fail(text)
-        staying = len(set(self._members) - self._leaving_nodes())
+        staying = len(members - self._leaving_nodes())
         rules = self._fitted_rules()
         plans = self._plans_of(rules)
         most = len(plans[min(staying, max(plans))].nodes) if staying >= rules.n0 else 0
@@ -333,7 +334,7 @@ class Checkers:
             self._fail(f"of {self._members} only {plan.nodes} work")
         moves = self._policy.is_choice or not plan.gone
         if moves and not plan.silent and not goes_back:  # Otherwise it keeps older pipelines.
-            self._check_trust(plan, staying)
+            self._check_trust(plan, members, staying)
         # With more nodes than there are plans for, nodes with too little memory may be used.
         is_foreseen = rules.n0 <= staying and len(self._members) in plans
         if rules is not job.rules and is_foreseen and not plan.silent:
@@ -364,13 +365,19 @@ class Checkers:
             stages = [pipeline.template.stages for pipeline in plan.pipelines]
             self._fail(f"there is no memory for {stages}")
 
-    def _check_trust(self, plan: Plan, num_staying: int) -> None:
+    def _waiting_nodes(self, plan: Plan) -> set[int]:
+        """The members that wait for work until others have left, which have too little time."""
+        if not self._left_out.get(plan.epoch):
+            return set()
+        return set(self._members).difference(self._plan.nodes, plan.nodes)
+
+    def _check_trust(self, plan: Plan, members: Collection[int], num_staying: int) -> None:
         """Checks that no layer is on distrusted nodes alone, if trusted nodes can fill the smallest
         pipeline and no more nodes are idle than otherwise."""
         rules = self._fitted_rules()
         n0, plans = rules.n0, self._plans_of(rules)
         num_machines = self._job.scenario.num_machines
-        machines = {node: machine_of(node, num_machines=num_machines) for node in self._members}
+        machines = {node: machine_of(node, num_machines=num_machines) for node in members}
         trusted = {
             n
             for n, machine in machines.items()
