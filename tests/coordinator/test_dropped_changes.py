@@ -22,7 +22,9 @@ from planaria.coordinator.state import Phase
 from planaria.core.messages import (
     DrainRequested,
     NodeArrived,
+    NodeLost,
     NoticeTaken,
+    StartEpoch,
 )
 from planaria.core.records import Changed, Recovering
 
@@ -166,3 +168,27 @@ def test_a_new_coordinator_finds_its_way_at_any_moment_after_a_change_was_droppe
         train_on(moment, 2 * NUM_LAYERS + 6)
         assert moment.state.phase is Phase.TRAINING, moment.last_command
         assert moment.state.nodes == moment.state.plan.nodes == (1, 2, 3)
+
+
+def test_a_node_whose_drain_is_refused_after_a_loss_gets_work_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan after the loss has none for it. Then another drain leaves too few, so both stay."""
+    made = lasting(stopping_below(rules()), monkeypatch)
+    resilience = replace(made.job.resilience, policy="reinstantiate")
+    made = replace(made, job=replace(made.job, resilience=resilience))
+    cluster = training(made, shaped_plan((1, 1, 1, 1), 6))
+    held_up = cluster.nodes[1]
+    held_up.is_linked = lambda _: False
+    cluster.hear(DrainRequested(node=3), NodeLost(node=0, reason="closed"))
+    cluster.hear(DrainRequested(node=2))
+    assert cluster.state.phase is Phase.STARTING
+    assert 3 not in cluster.state.plan.nodes
+    held_up.is_linked = lambda _: True
+    order = of_type(cluster.commands, StartEpoch)[-1]
+    cluster.hear(*held_up.begin(order, order.iteration))
+    train_on(cluster, 6)
+
+    assert undrained(cluster) == [(2, 3)]
+    assert cluster.state.nodes == (1, 2, 3)
+    assert cluster.state.plan.nodes == (1, 2, 3)

@@ -253,7 +253,8 @@ def _refuse_or_stop(
     """
     kept, refused = refuse_drains(rules, state, num_left)
     if refused:
-        return kept, refused
+        # The answer to a loss has no work for nodes that are to leave.
+        return replace(kept, search=replace(kept.search, waiting=kept.workless)), refused
     if can_await(rules, state):
         return begin_recovery(rules, state, LossKind.SHORT, (), reason=shortage, now_s=now_s)
     stopping = replace(state, stop=replace(state.stop, is_requested=True, shortage=shortage))
