@@ -294,9 +294,9 @@ class Checkers:
 
     def _has_layers(self) -> bool:
         """Whether a member holds a layer; otherwise unrecorded commits are forgotten."""
-        workers = self._cluster.workers()
-        per_node = self._cluster.job.scenario.devices_per_node
-        return any(w.layers for w in workers if w.rank // per_node in self._members)
+        workers, per_node = self._cluster.workers(), self._cluster.job.scenario.devices_per_node
+        of_members = [w for w in workers if w.rank // per_node in self._members]
+        return any(held.age != NOT_YET for w in of_members for held in w.layers.values())
 
     def _check_origin(self, origin: Origin) -> None:
         """Checks that all go back to the newest state that has all layers (under morph, to the
