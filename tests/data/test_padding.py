@@ -76,6 +76,13 @@ def test_padding_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("attention_mask", [1, 1], "causal", "attention_mask holds int8; planaria takes lists"),
         ("token_type_ids", _mask("0000 0011"), "causal", "token_type_ids holds"),
         ("token_type_ids", _mask("0000 0011"), "supervised", "give rows of one text each"),
+        ("position_ids", _mask("0123 0101"), "causal", "row 1 of its column position_ids"),
+        ("position_ids", _mask("0123 1234"), "masked", "row 1 of its column position_ids"),
+        ("position_ids", _mask("0123 012"), "causal", "position_ids has not the length"),
+        ("seq_lengths", _mask("22 4"), "causal", "column seq_lengths cuts rows"),
+        ("completion_mask", _mask("0011 1111"), "causal", "column completion_mask; save a column"),
+        ("assistant_masks", _mask("0011 1111"), "causal", "column assistant_masks; save a column"),
+        ("loss_mask", _mask("0011 1111"), "supervised", "column loss_mask; save a column labels"),
     ],
 )
 def test_padding_that_a_model_would_take_for_text_is_refused(
@@ -88,6 +95,17 @@ def test_padding_that_a_model_would_take_for_text_is_refused(
     with pytest.raises(ConfigError, match=message):
         load(data, tmp_path / "cache", objective=objective)
     assert vocabulary_size(data, cache_directory=tmp_path / "cache", seed=0) == 5
+
+
+def test_positions_and_masks_that_change_nothing_are_let_through(tmp_path: Path) -> None:
+    """Padding has any position, and the special tokens of a masked model are never hidden."""
+    columns: dict[str, Any] = {"input_ids": [[1, 2, 3, 4], [5, 6, 9, 9], [1, 2, 3, 4]]}
+    columns |= {"attention_mask": _mask("1111 1100 1111"), "special_tokens_mask": [[0] * 4] * 3}
+    data = saved_dataset(tmp_path, columns | {"position_ids": _mask("0123 0111 0123")})
+
+    dataset = load(data, tmp_path / "cache")
+
+    assert microbatch(dataset, np.array([0, 1]), seed=0)[0].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
 
 
 class _Rows:

@@ -152,6 +152,29 @@ def test_tokens_of_held_out_rows_that_are_left_out_are_told(tmp_path: Path) -> N
     assert "left out" not in "\n".join(untold.notes)
 
 
+def test_columns_of_token_ids_that_nothing_is_made_of_are_told(tmp_path: Path) -> None:
+    """A user may expect them to count, as in other trainers."""
+    rows: dict[str, list[Any]] = {
+        "input_ids": [[1, 2, 3, 4]] * 40,
+        "position_ids": [[*range(4)]] * 40,
+    }
+    few = saved_dataset(tmp_path / "few", rows)
+    many = saved_dataset(tmp_path / "many", rows | {"length": [4] * 40, "weight": [0.5] * 40})
+    job = replace(tiny_job("gpt2", tmp_path), data=many)
+    evaluation = EvaluationConfig(every=1, path=few.path)
+
+    told = preparation(replace(job, evaluation=evaluation), tmp_path)
+    others = preparation(
+        replace(job, data=few, evaluation=replace(evaluation, path=many.path)), tmp_path
+    )
+
+    assert told.mistake is others.mistake is None
+    for key, notes in (("data.path", told.notes), ("evaluation.path", others.notes)):
+        (note,) = (note for note in notes if "nothing is done" in note)
+        assert note.startswith(f"{key} = {many.path!r}: ")
+        assert "its columns length, weight; samples are made of input_ids" in note
+
+
 def test_text_in_a_saved_data_set_leaves_no_token_out(tmp_path: Path) -> None:
     """It is cut into samples, whatever the lengths of its rows."""
     data = saved_dataset(tmp_path, {"text": ["some words of a text"] * 30})

@@ -3,12 +3,14 @@
 `tok(text, padding="max_length")` writes rows of one length with a column attention_mask, 0 where a
 token is padding. planaria gives a model the tokens alone. Padding at the end of a row can be cut
 off; any other would be seen by the model as text, and trained on. So would the second of two texts
-in a row, which only a column token_type_ids tells from the first.
+in a row, which only a column token_type_ids, position_ids or seq_lengths tells from the first, and
+tokens that a column such as completion_mask keeps out of the loss.
 
 Columns are read as arrays, a chunk at a time, because a data set may be larger than the memory.
 """
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +24,10 @@ from planaria.errors import ConfigError
 ROUTERS_KEY: Final = "model.config.output_router_logits"
 MASKS: Final = "attention_mask"
 TYPES: Final = "token_type_ids"
+POSITIONS: Final = "position_ids"
+_SEQUENCES: Final = "seq_lengths"  # Lengths of the texts of a row, as trl packs them.
+# Masks that change no target: MASKS is heeded, and which tokens are special says the tokenizer.
+_HARMLESS_MASKS: Final = frozenset({MASKS, "special_tokens_mask"})
 
 
 def counts_padding(model: ModelConfig) -> bool:
@@ -75,26 +81,48 @@ def _are_lists(values: Any) -> bool:
     return any(is_kind(values.type) for is_kind in kinds)
 
 
+def refuse_unheeded_columns(columns: Sequence[str], path: str) -> None:
+    """Refuses columns by which other trainers see or train on a part of a row alone.
+
+    Raises:
+        ConfigError: there is one; it names the column, and what to do.
+    """
+    for name in columns:
+        if name == _SEQUENCES:
+            remedy = (
+                f"its column {name} cuts rows into texts that do not see each other, and planaria "
+                "gives a model whole rows; give rows of one text each, or remove the column if "
+                "the texts of a row may see each other"
+            )
+            raise ConfigError("data.path", path, remedy)
+        if name.endswith(("_mask", "_masks")) and name not in _HARMLESS_MASKS:
+            remedy = (
+                f"planaria does not heed its column {name}; save a column labels, with -100 where "
+                "a token is no target, in place of it"
+            )
+            raise ConfigError("data.path", path, remedy)
+
+
 def lengths_without_padding(saved: Any, path: str) -> npt.NDArray[np.int32]:
     """Number of tokens of each row that its attention_mask keeps; empty if it keeps all.
 
     -1 stands for a row in which a 0 comes before a 1.
 
     Raises:
-        ConfigError: a column does not fit input_ids, or has token types.
+        ConfigError: a column does not fit input_ids, has token types, or has positions other than
+            0, 1, 2, ... in a row.
     """
     _, compute = arrow_modules()
     lengths = np.asarray(compute.list_value_length(integer_lists(saved, "input_ids", path)))
+    whole = lengths
     if TYPES in saved.column_names:
         _refuse_types(integer_lists(saved, TYPES, path), path)
-    if MASKS not in saved.column_names:
-        return np.empty(0, dtype=np.int32)
-    masks = integer_lists(saved, MASKS, path)
-    if not np.array_equal(np.asarray(compute.list_value_length(masks)), lengths):
-        remedy = f"a row of its column {MASKS} has not the length of that of input_ids"
-        raise ConfigError("data.path", path, remedy)
-    kept = [_lengths_of_chunk(chunk, path) for chunk in masks.chunks]
-    whole = np.concatenate([*kept, np.empty(0, dtype=np.int32)])
+    if MASKS in saved.column_names:
+        masks = _lists_beside_ids(saved, MASKS, lengths, path)
+        kept = [_lengths_of_chunk(chunk, path) for chunk in masks.chunks]
+        whole = np.concatenate([*kept, np.empty(0, dtype=np.int32)])
+    if POSITIONS in saved.column_names:
+        _refuse_positions(_lists_beside_ids(saved, POSITIONS, lengths, path), whole, path)
     return whole if (whole != lengths).any() else np.empty(0, dtype=np.int32)
 
 
@@ -141,6 +169,15 @@ def refuse_unequal_rows(lengths: npt.NDArray[np.int32], path: str) -> None:
         raise ConfigError(ROUTERS_KEY, True, remedy)
 
 
+def _lists_beside_ids(saved: Any, column: str, lengths: npt.NDArray[np.int32], path: str) -> Any:
+    """A column whose rows have the lengths of those of input_ids, see `integer_lists`."""
+    lists = integer_lists(saved, column, path)
+    if not np.array_equal(np.asarray(arrow_modules()[1].list_value_length(lists)), lengths):
+        remedy = f"a row of its column {column} has not the length of that of input_ids"
+        raise ConfigError("data.path", path, remedy)
+    return lists
+
+
 def _lengths_of_chunk(chunk: Any, path: str) -> npt.NDArray[np.int32]:
     """The number of ones of each row of a chunk; -1 if they are not its first tokens."""
     _, compute = arrow_modules()
@@ -164,3 +201,24 @@ def _refuse_types(types: Any, path: str) -> None:
             "alone; give rows of one text each, or remove the column if the model needs no types"
         )
         raise ConfigError("data.path", path, remedy)
+
+
+def _refuse_positions(positions: Any, kept: npt.NDArray[np.int32], path: str) -> None:
+    """Refuses rows in which a token that is no padding has another position than its place."""
+    _, compute = arrow_modules()
+    first = 0
+    for chunk in positions.chunks:
+        lengths = np.asarray(compute.list_value_length(chunk), dtype=np.int64)
+        begins = np.cumsum(lengths) - lengths
+        places = np.arange(lengths.sum()) - np.repeat(begins, lengths)
+        is_text = places < np.repeat(kept[first : first + len(chunk)], lengths)
+        is_wrong = is_text & (np.asarray(chunk.flatten()) != places)
+        if is_wrong.any():
+            row = first + int(np.searchsorted(begins, is_wrong.argmax(), side="right")) - 1
+            remedy = (
+                f"row {row} of its column {POSITIONS} is not 0, 1, 2, ..., as where a row has "
+                "several texts, and planaria gives a model input_ids alone; give rows of one text "
+                "each, or remove the column if the texts of a row may see each other"
+            )
+            raise ConfigError("data.path", path, remedy)
+        first += len(chunk)

@@ -21,6 +21,7 @@ from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.model_tokenizer import end_of_document, special_tokens
 from planaria.data.padding import (
     MASKS,
+    POSITIONS,
     TYPES,
     arrow_modules,
     counts_padding,
@@ -29,6 +30,7 @@ from planaria.data.padding import (
     refuse_inner_padding,
     refuse_nulls,
     refuse_unequal_rows,
+    refuse_unheeded_columns,
 )
 from planaria.data.text import TextSource, TokenDataset, causal_pair, make_once, text_dataset
 from planaria.errors import ConfigError
@@ -37,6 +39,7 @@ from planaria.errors import ConfigError
 TRAINING: Final = ("train",)
 HELD_OUT: Final = ("validation", "test")
 _NO_END: Final = "\n\n"  # Between texts.
+_SAMPLES: Final = ("input_ids", "labels")  # Columns that samples are made of.
 # Share of the tokens that may be left out unsaid. Rows of whole samples may have a target more.
 _UNSAID_SHARE: Final = 0.01
 
@@ -189,6 +192,27 @@ def left_out_text(
     )
 
 
+def unused_columns_text(
+    data: DataConfig, *, splits: Sequence[str] = TRAINING, key: str = "data.path"
+) -> str:
+    """The note that rows of token ids have columns of which planaria makes nothing; "": none.
+
+    Args:
+        data, splits, key: see `left_out_text`.
+    """
+    if data.kind != "hf":
+        return ""
+    columns = loaded_from_disk(data.path, splits)[0].column_names
+    unused = [name for name in columns if name not in (*_SAMPLES, MASKS, TYPES, POSITIONS)]
+    if "input_ids" not in columns or not unused:
+        return ""
+    used = " and ".join(name for name in _SAMPLES if name in columns)
+    return (
+        f"{key} = {data.path!r}: nothing is done with its columns {', '.join(unused)}; samples "
+        f"are made of {used}"
+    )
+
+
 def _known_columns(saved: Any, path: str) -> list[str]:
     """The columns of a data set, among which are token ids or texts."""
     columns: list[str] = saved.column_names
@@ -200,7 +224,8 @@ def _known_columns(saved: Any, path: str) -> list[str]:
 
 def _checked_columns(columns: Sequence[str], data: DataConfig, objective: str) -> list[str]:
     """The columns that samples are made of, of a data set with token ids."""
-    names = [name for name in ("input_ids", "labels") if name in columns]
+    refuse_unheeded_columns(columns, data.path)
+    names = [name for name in _SAMPLES if name in columns]
     if objective == "supervised" and "labels" not in names:
         remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
         raise ConfigError("data.path", data.path, remedy)
@@ -297,13 +322,13 @@ def _kept_lengths(
     Raises:
         ConfigError: see `lengths_without_padding` and `refuse_inner_padding`.
     """
-    if not {MASKS, TYPES} & set(saved.column_names):
+    if not {MASKS, TYPES, POSITIONS} & set(saved.column_names):
         return np.empty(0, dtype=np.int32)
 
     def scan(partial_path: Path) -> None:
         partial_path.write_bytes(lengths_without_padding(saved, data.path).tobytes())
 
-    path = _scan_once("kept-lengths", scan, data.path, cache_directory)
+    path = _scan_once("unpadded-lengths", scan, data.path, cache_directory)
     kept = np.fromfile(path, dtype=np.int32)
     refuse_inner_padding(kept, data.path, objective=objective, sequence_length=data.sequence_length)
     return kept

@@ -28,7 +28,7 @@ from planaria.data.datasets import (
     own_tokens_text,
     vocabulary_size,
 )
-from planaria.data.saved_rows import HELD_OUT, left_out_text
+from planaria.data.saved_rows import HELD_OUT, left_out_text, unused_columns_text
 from planaria.data.text import TokenDataset
 from planaria.engine.blame import mistake_of, text_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
@@ -371,9 +371,10 @@ def _data_notes(
     texts = [unrepeated_text(dataset, job.training), own_tokens_text(job.data, job.model)]
     if job.model.kind != "paced":
         left_out = partial(left_out_text, objective=objective, cache_directory=cache_directory)
-        texts.append(left_out(job.data))
+        texts += [left_out(job.data), unused_columns_text(job.data)]
         if job.evaluation.every:
             texts.append(left_out(job.held_out, splits=HELD_OUT, key="evaluation.path"))
+            texts.append(unused_columns_text(job.held_out, splits=HELD_OUT, key="evaluation.path"))
     if job.model.kind == "python":
         texts.append(copied_text(dataset, data=job.data, training=job.training))
     return tuple(filter(None, texts))
