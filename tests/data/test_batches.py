@@ -16,11 +16,14 @@ from planaria.data.batches import (
     Batches,
     HeldOut,
     copied_text,
+    num_targets,
     refuse_unshifted,
     unrepeated_text,
 )
 from planaria.data.datasets import UserDataset
+from planaria.data.text import IGNORED
 from planaria.errors import ConfigError
+from planaria.models.layers import cross_entropy_sum
 
 TRAINING = TrainingConfig(global_batch_size=12, microbatch_size=3, seed=5)
 NUM_SAMPLES = 50
@@ -281,3 +284,36 @@ def test_what_a_function_collates_lies_in_memory_as_if_a_loader_had_sent_it() ->
     parts = [batches.inputs(0), *batches.targets(0).values()]
     assert all(part.stride() == torch.empty(part.shape).stride() for part in parts)
     assert torch.equal(parts[0], parts[1].T[:, :6])
+
+
+def _in_a_row(items: list[list[int]]) -> tuple[Tensor, Tensor]:
+    return torch.zeros(len(items)), torch.tensor(items).flatten()
+
+
+def _in_rows(items: list[list[int]]) -> tuple[Tensor, Tensor]:
+    return torch.zeros(len(items)), torch.tensor(items)
+
+
+@pytest.mark.parametrize("collate", [_in_a_row, _in_rows])
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [([[IGNORED, IGNORED, 1, 2, 3]] * 4, 12), ([[0], [IGNORED], [2], [IGNORED]], 2)],
+    ids=["packed", "classes"],
+)
+def test_collated_targets_that_are_ignored_never_count(
+    items: list[list[int]], expected: int, collate: Callable[[list[Any]], Any]
+) -> None:
+    """Whatever their shape: cross entropy leaves them out, and its mean divides by the others."""
+    dataset = UserDataset(items, "mine:data", "supervised", collate, len(items))
+    targets = torch.tensor(items).flatten()
+    scores = torch.randn(len(targets), 4, generator=torch.Generator().manual_seed(1))
+    mean = torch.nn.functional.cross_entropy(scores, targets)
+    held_out = HeldOut(
+        dataset, TrainingConfig(global_batch_size=4, microbatch_size=2), num_samples=0
+    )
+
+    for size in (1, 2, 4):
+        count = num_targets(dataset, np.arange(4), seed=0, microbatch_size=size)
+        assert count == expected
+        torch.testing.assert_close(cross_entropy_sum(scores, targets) / count, mean)
+    assert held_out.num_targets(0) + held_out.num_targets(1) == expected

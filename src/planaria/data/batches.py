@@ -10,7 +10,7 @@ shape need a collate function of the user's.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +147,10 @@ class HeldOut:
 
     def num_targets(self, index: int) -> int:
         """Number of targets of a microbatch, see `num_targets`."""
-        return _num_in_batch(self._load(index)[1], len(self._samples(index)))
+        targets = self._load(index)[1]
+        if isinstance(targets, Tensor) and targets.dim() == 1 and not _is_collated(self._dataset):
+            return len(targets)  # Single numbers.
+        return _num_in_batch(targets, len(self._samples(index)))
 
     def samples_text(self, index: int) -> str:
         """The samples of a microbatch, for a message."""
@@ -310,8 +313,12 @@ def _first_parts(dataset: Dataset, training: TrainingConfig) -> list[npt.NDArray
         num_samples=len(dataset),
         global_batch_size=training.global_batch_size,
     )[: training.microbatch_size]
-    is_collated = isinstance(dataset, UserDataset) and dataset.collate is not None
-    return [numbers] if is_collated else np.split(numbers, len(numbers))
+    return [numbers] if _is_collated(dataset) else np.split(numbers, len(numbers))
+
+
+def _is_collated(dataset: Dataset) -> TypeGuard[UserDataset]:
+    """Whether a function of the user's makes a microbatch of the items."""
+    return isinstance(dataset, UserDataset) and dataset.collate is not None
 
 
 def _have_same_bits(value: Any, other: Any) -> bool:
@@ -349,7 +356,7 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
     Raises:
         ConfigError: the samples have different shapes.
     """
-    if isinstance(dataset, UserDataset) and dataset.collate is not None:
+    if _is_collated(dataset):
         items = [_item(dataset, int(number), seed) for number in samples]
         with note_samples(f"raised for samples {', '.join(map(str, samples[:_NUM_NAMED]))}"):
             pair = dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
@@ -385,9 +392,10 @@ def num_targets(
     """Number of targets that some samples have, by which a mean loss over them is divided.
 
     In float targets and single numbers every element counts, and all samples have the same shape;
-    in rows of integers every element but -100 counts; in tuples and dicts, every sample. All
-    samples are loaded only to count such rows, and not if the dataset is a `TokenDataset`, whose
-    samples have a known number of targets. That may seed generators, see `keep_generators`.
+    in rows of integers, and in all integers of a collate function, every element but -100 counts;
+    in tuples and dicts, every sample. All samples are loaded only to count what may have -100, and
+    not if the dataset is a `TokenDataset`, whose samples have a known number of targets. That may
+    seed generators, see `keep_generators`.
 
     Args:
         samples: numbers of the samples, int64 [B].
@@ -396,7 +404,7 @@ def num_targets(
     """
     if isinstance(dataset, TokenDataset):
         return dataset.num_targets(samples)
-    if isinstance(dataset, UserDataset) and dataset.collate is not None:
+    if _is_collated(dataset):
         parts = np.split(samples, range(microbatch_size, len(samples), microbatch_size))
         targets_of = (microbatch(dataset, part, seed=seed)[1] for part in parts)
         first = next(targets_of)
@@ -413,10 +421,10 @@ def num_targets(
 
 
 def _num_in_batch(targets: Any, num_samples: int) -> int:
-    """Number of targets in a microbatch, by the same rules."""
+    """Number of targets in a microbatch, by the same rules; of single numbers, without -100."""
     if not isinstance(targets, Tensor):
         return num_samples
-    if targets.is_floating_point() or targets.dim() < 2:
+    if targets.is_floating_point():
         return targets.numel()
     return int(torch.count_nonzero(targets != IGNORED))
 
