@@ -321,6 +321,16 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
             "sequence_length = 12",
         ),
         ({**FAMILIES["opt"], "layerdrop": 0.1}, "model.config.layerdrop", "0.0"),
+        (
+            {"model_type": "bart", "is_encoder_decoder": False, "decoder_layerdrop": 0.1},
+            "model.config.decoder_layerdrop",
+            "set it to 0.0",
+        ),
+        (
+            {"model_type": "bamba", **GROUPED, "z_loss_coefficient": 0.1},
+            "model.config.z_loss_coefficient",
+            "set it to 0.0",
+        ),
         ({"model_type": "t5"}, "model.config.model_type", 'kind = "python"'),
         ({"model_type": "bert-generation", **SIZES}, "model.config.is_decoder", "set it to true"),
         (

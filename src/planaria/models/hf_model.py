@@ -70,6 +70,10 @@ _SEES_LATER: Final = {
     "attn_type": (("bi",), OWN_LAYERS),  # Of XLNet.
 }
 
+# Keys of configs: the end of those of layers that are left out at random, and one of Bamba.
+_LAYER_DROP: Final = "layerdrop"
+_Z_LOSS: Final = "z_loss_coefficient"
+
 
 def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int) -> Any:
     """The transformers config of a job's model, checked against the job's data.
@@ -324,6 +328,10 @@ def _refuse_what_no_chain_does(config: Any) -> None:
     if config.is_encoder_decoder:
         remedy = f"a model with an encoder and a decoder is not a chain of layers; {OWN_LAYERS}"
         raise ConfigError("model.config.model_type", config.model_type, remedy)
-    if getattr(config, "layerdrop", 0.0):
-        remedy = "planaria runs every layer for every microbatch; set it to 0.0"
-        raise ConfigError("model.config.layerdrop", config.layerdrop, remedy)
+    for key, value in vars(config).items():
+        if key.endswith(_LAYER_DROP) and value:
+            remedy = "planaria runs every layer for every microbatch; set it to 0.0"
+            raise ConfigError(f"model.config.{key}", value, remedy)
+    if value := getattr(config, _Z_LOSS, None):
+        remedy = "planaria's loss is the cross entropy alone; set it to 0.0"
+        raise ConfigError(f"model.config.{_Z_LOSS}", value, remedy)
