@@ -406,3 +406,14 @@ def test_what_cannot_be_trained_is_refused_with_a_way_out(
 
     assert field == caught.value.field
     assert words in caught.value.remedy
+
+
+def test_a_model_that_pads_its_samples_is_refused() -> None:
+    """BigBird hides the padding by a mask that its blocks would not get."""
+    config = {**CLASSIFIERS["bert"], "model_type": "big_bird", "num_random_blocks": 1}
+    config |= {"block_size": 2, "architectures": ["BigBirdForSequenceClassification"]}
+
+    assert split_of(config, sequence_length=16).objective == "supervised"
+    with pytest.raises(ConfigError, match=r"its blocks get 16 tokens.*set it to 16") as caught:
+        split_of(config, sequence_length=15)
+    assert caught.value.field == "data.sequence_length"

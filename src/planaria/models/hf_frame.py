@@ -274,12 +274,14 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, inputs: Tensor) ->
         inputs: inputs to run the model's forward on.
 
     Raises:
-        ConfigError: the model is not a chain of layers.
+        ConfigError: the model is not a chain of layers, or pads its samples.
         IndexError: the model has too few positions or tokens for the ids.
     """
     parameters = parameters_of(frame.model)
     with torch.enable_grad():
         first_BLD, num_outputs = _walk_blocks(frame, blocks, inputs)
+        if not frame.inputs.image:
+            _refuse_another_length(inputs.shape[1], first_BLD.shape[1])
         embedding = _names_reached(first_BLD, frame.model, parameters)
         # The head runs on the meta device: the logits computed with a ghost would take real memory.
         for name, parameter in parameters.items():
@@ -293,6 +295,19 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, inputs: Tensor) ->
         why = f"{min(embedding & head)} is used before and after its blocks"
         raise refusal(frame.model, why)
     return Ownership(embedding, head, num_outputs)
+
+
+def _refuse_another_length(num_ids: int, num_tokens: int) -> None:
+    """Refuses blocks that get another number of tokens than the model, which a mask would hide.
+
+    The arguments of blocks are those for ids of the length of the hidden states.
+    """
+    if num_tokens != num_ids:
+        remedy = (
+            f"its blocks get {num_tokens} tokens of such a sample, of which planaria hides none; "
+            f"set it to {num_tokens} if the model pads samples; else {OWN_LAYERS}"
+        )
+        raise ConfigError("data.sequence_length", num_ids, remedy)
 
 
 def _walk_blocks(
