@@ -108,6 +108,24 @@ def test_positions_and_masks_that_change_nothing_are_let_through(tmp_path: Path)
     assert microbatch(dataset, np.array([0, 1]), seed=0)[0].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
 
 
+@pytest.mark.parametrize("model_type", ["bart", "pegasus"])
+def test_labels_that_transformers_does_not_shift_are_refused(
+    tmp_path: Path, model_type: str
+) -> None:
+    """They were shifted here, once more than by the user who has shifted them for this type."""
+    rows = [[1, 2, 3, 4]] * 2
+    labelled = saved_dataset(tmp_path / "labelled", {"input_ids": rows, "labels": rows})
+    plain = saved_dataset(tmp_path / "plain", {"input_ids": rows})
+    model = ModelConfig(config={"model_type": model_type, "is_encoder_decoder": False})
+    arguments: Any = {"objective": "causal", "seed": 1, "cache_directory": tmp_path}
+
+    targets = load_dataset(plain, model=model, **arguments).sample(0, seed=0)[1]
+    assert targets.tolist() == [2, 3, 4, IGNORED]
+    assert len(load_dataset(labelled, **arguments)) == 2
+    with pytest.raises(ConfigError, match=f"does not shift the column labels for {model_type}"):
+        load_dataset(labelled, model=model, **arguments)
+
+
 class _Rows:
     """Rows of the user's, of which the last is longer."""
 

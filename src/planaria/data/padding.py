@@ -26,16 +26,43 @@ MASKS: Final = "attention_mask"
 TYPES: Final = "token_type_ids"
 POSITIONS: Final = "position_ids"
 _SEQUENCES: Final = "seq_lengths"  # Lengths of the texts of a row, as trl packs them.
+# Types whose causal class of transformers 5.23 has labels at the places of the logits.
+_UNSHIFTED: Final = frozenset(
+    {
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart"),
+        *("mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper", "xlnet"),
+    }
+)
 # Masks that change no target: MASKS is heeded, and which tokens are special says the tokenizer.
 _HARMLESS_MASKS: Final = frozenset({MASKS, "special_tokens_mask"})
 
 
 def counts_padding(model: ModelConfig) -> bool:
     """Whether the loss of a model depends on padding: the routers' loss is one of all tokens."""
-    keys = dict(model.config)
-    if model.path:
-        keys = json_at(Path(model.path, "config.json"), model.path) | keys
-    return model.kind == "hf" and bool(keys.get(ROUTERS_KEY.rpartition(".")[2]))
+    key = ROUTERS_KEY.rpartition(".")[2]
+    return model.kind == "hf" and bool(_config_keys(model).get(key))
+
+
+def refuse_unshifted_labels(model: ModelConfig, path: str) -> None:
+    """Refuses labels for a causal model that has them at other positions than all others.
+
+    Raises:
+        ConfigError: transformers does not shift the labels of this type.
+    """
+    model_type = _config_keys(model).get("model_type", "")
+    if model.kind == "hf" and model_type in _UNSHIFTED:
+        remedy = (
+            f"transformers does not shift the column labels for {model_type}, as it does for other "
+            "causal models, so it is not clear which token a label is for; leave the column out "
+            'for the next tokens, or give targets by data.kind = "python": (ids[:-1], targets[1:])'
+        )
+        raise ConfigError("data.path", path, remedy)
+
+
+def _config_keys(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a model's config, in its directory and in the job."""
+    keys = json_at(Path(model.path, "config.json"), model.path) if model.path else {}
+    return keys | dict(model.config)
 
 
 def arrow_modules() -> tuple[Any, Any]:

@@ -31,6 +31,7 @@ from planaria.data.padding import (
     refuse_nulls,
     refuse_unequal_rows,
     refuse_unheeded_columns,
+    refuse_unshifted_labels,
 )
 from planaria.data.text import TextSource, TokenDataset, causal_pair, make_once, text_dataset
 from planaria.errors import ConfigError
@@ -133,6 +134,8 @@ def saved_dataset(
         )
     _refuse_tokenizer(data)
     names = _checked_columns(columns, data, objective)
+    if objective == "causal" and "labels" in names:
+        refuse_unshifted_labels(model, path)
     checked = names if objective != "supervised" else ["input_ids"]
     kept = _kept_lengths(saved, data, objective, cache_directory)
     lengths = {name: _checked_lengths(saved, name, data, objective, kept) for name in checked}
