@@ -114,6 +114,37 @@ def test_rows_of_text_end_with_the_tokenizers_end_of_a_text(tmp_path: Path) -> N
     assert end_of_document(_model(tmp_path / "other", tokenizer=content).path) == "\n\n"
 
 
+@pytest.mark.parametrize("kind", ["metaspace", "byte level"])
+def test_each_row_of_text_has_the_tokens_of_a_text_of_its_own(tmp_path: Path, kind: str) -> None:
+    """Tokenizers of the Llama family mark a text's first word as a word; rows after the first had
+    tokens that the weights have seen only inside of words. Other tokenizers see no difference.
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    models, pre_tokenizers = tokenizers.models, tokenizers.pre_tokenizers
+    characters = [*"abc", "\u2581", "\u0120", "\u010a", "\u0133"]
+    vocabulary = {text: number for number, text in enumerate(characters)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["</s>"])
+    (end,) = tokenizer.encode("</s>").ids
+    files = {"tokenizer": json.loads(tokenizer.to_str()), "tokenizer_config": {"eos_token": "</s>"}}
+    rows = ["ab c", "b a", "", " c", "a\n\nb"] * 4000
+    data = replace(saved_dataset(tmp_path, {"text": rows}), sequence_length=8, tokenizer="model")
+    model = _model(tmp_path / "model", **files)
+
+    dataset = load_dataset(data, objective="causal", seed=0, cache_directory=tmp_path, model=model)
+
+    expected = [token for row in rows for token in (*tokenizer.encode(row).ids, end)]
+    samples = torch.cat([dataset.sample(number, seed=0)[0] for number in range(len(dataset))])
+    assert samples.tolist() == expected[: 8 * len(dataset)]
+    assert len(dataset) == (len(expected) - 1) // 8
+    joined = tokenizer.encode("</s>".join([*rows, ""])).ids
+    assert (joined == expected) == (kind == "byte level")
+
+
 def test_another_tokenizer_makes_other_tokens(tmp_path: Path) -> None:
     """Tokens in the cache are those of one tokenizer, whatever its directory is called."""
     (tmp_path / "text").write_text("a b c d " * 20)

@@ -283,7 +283,9 @@ def _saved_text(path: str, saved: Any, end: str = _NO_END) -> TextSource:
         )
         raise ConfigError("data.path", path, remedy)
     digest = _saved_digest(path) + (end if end.strip() else "")
-    return TextSource(path, digest, partial(_row_texts, saved, end))
+    return TextSource(
+        path, digest, partial(_ended_texts, saved, end), partial(_row_texts, saved), end
+    )
 
 
 def loaded_from_disk(path: str, splits: Sequence[str] = TRAINING) -> tuple[Any, str]:
@@ -451,6 +453,11 @@ def _saved_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def _row_texts(saved: Any, end: str) -> Iterator[bytes]:
+def _ended_texts(saved: Any, end: str) -> Iterator[bytes]:
+    for text in _row_texts(saved):
+        yield f"{text}{end}".encode()
+
+
+def _row_texts(saved: Any) -> Iterator[str]:
     for row in saved.select_columns(["text"]):
-        yield f"{row['text']}{end}".encode()
+        yield row["text"]

@@ -56,6 +56,7 @@ _NUM_BYTE_TOKENS = 256
 _MODEL_TOKEN_DTYPE: Final[np.dtype[Any]] = np.dtype("<u4")
 _PIECE_BYTES = 1 << 20
 _PIECES_AT_ONCE = 16
+_DOCUMENTS_AT_ONCE: Final = 1 << 12
 _DOCSTRING_CHARACTERS_MIN = 80
 # Tests contain little prose, and the packages installed beside the library differ by machine.
 _NOT_PROSE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -71,11 +72,15 @@ class TextSource:
         name: name to show in messages.
         digest: digest that differs if the text differs.
         pieces: function that yields the text from its start, in pieces of any length.
+        documents: function that yields the documents of the text, if there may be several.
+        end: text that `pieces` has after each document.
     """
 
     name: str
     digest: str
     pieces: Callable[[], Iterator[bytes]]
+    documents: Callable[[], Iterator[str]] | None = None
+    end: str = ""
 
 
 class RowSource(Protocol):
@@ -431,12 +436,22 @@ def _token_file(
 def _model_token_file(
     source: TextSource, model_path: str, cache_directory: Path
 ) -> tuple[Path, int]:
-    """The text as tokens of the model's tokenizer, and one more than the largest of them."""
-    digest = _digest(source.digest, "model", tokenizer_digest(model_path))
+    """The text as tokens of the model's tokenizer, and one more than the largest of them.
+
+    Each document is tokenised by itself, because many tokenizers mark the first word of a text. One
+    without a token for the end of a document sees them as a single text, with `end` between them.
+    """
+    form = () if source.documents is None else ("documents",)
+    digest = _digest(source.digest, "model", tokenizer_digest(model_path), *form)
 
     def encode(partial: Path) -> None:
-        texts = _text_pieces(_bytes_file(source, cache_directory), source.name)
-        _write(partial, _encoded_tokens(texts, model_tokenizer(model_path), _MODEL_TOKEN_DTYPE))
+        tokenizer = model_tokenizer(model_path)
+        end = None if source.documents is None else tokenizer.token_to_id(source.end)
+        if source.documents is None or end is None:
+            texts = _text_pieces(_bytes_file(source, cache_directory), source.name)
+            _write(partial, _encoded_tokens(texts, tokenizer, _MODEL_TOKEN_DTYPE))
+        else:
+            _write(partial, _encoded_documents(source.documents(), end, tokenizer))
 
     def scan(partial: Path) -> None:
         partial.write_text(str(int(_tokens_at(path, _MODEL_TOKEN_DTYPE).max(initial=0)) + 1))
@@ -469,6 +484,26 @@ def _encoded_tokens(texts: Iterator[str], tokenizer: Any, dtype: np.dtype[Any]) 
     while batch := list(islice(texts, _PIECES_AT_ONCE)):
         for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
             yield np.array(encoding.ids, dtype=dtype).tobytes()
+
+
+def _encoded_documents(documents: Iterator[str], end: int, tokenizer: Any) -> Iterator[bytes]:
+    """Yields the tokens of some documents after the other, each with the token `end` after it."""
+    while batch := _first_documents(documents):
+        for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+            yield np.array([*encoding.ids, end], dtype=_MODEL_TOKEN_DTYPE).tobytes()
+
+
+def _first_documents(documents: Iterator[str]) -> list[str]:
+    """The next documents that are tokenised at once, whose tokens stay in memory until then."""
+    batch: list[str] = []
+    num_characters = 0
+    while num_characters < _PIECES_AT_ONCE * _PIECE_BYTES and len(batch) < _DOCUMENTS_AT_ONCE:
+        document = next(documents, None)
+        if document is None:
+            break
+        batch.append(document)
+        num_characters += len(document)
+    return batch
 
 
 def _text_pieces(path: Path, name: str) -> Iterator[str]:
