@@ -1,7 +1,12 @@
 """The results of evaluations, from the rank that computes them to the report that tells them."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import link_ranks
@@ -9,11 +14,12 @@ from planaria.core.commit import vector_layout
 from planaria.core.job import EvaluationConfig
 from planaria.data.datasets import load_dataset
 from planaria.engine.comm.host import HostComm
-from planaria.engine.devices import LateDevice
+from planaria.engine.devices import Device, LateDevice
 from planaria.engine.iteration.evaluation import Evaluator, load_evaluation
 from planaria.engine.iteration.executor import RankContext
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
+from planaria.errors import PeerLostError
 from planaria.transport.pulse import Pulse
 
 SAMPLES = 5
@@ -23,10 +29,10 @@ JOB = replace(
 )
 
 
-def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:
-    """The epoch may end between an evaluation and the report of the iteration after it, in which
-    all ranks have the gradients already, so that it is not done again."""
-    plan, device = shaped_plan((1,), JOB.num_microbatches), LateDevice()
+@contextmanager
+def evaluator_on(device: Device) -> Iterator[Callable[[], Evaluator]]:
+    """Makes evaluators of the only rank of a plan, of one evaluation, each as in a new epoch."""
+    plan = shaped_plan((1,), JOB.num_microbatches)
     with link_ranks(1) as (links,):
         model = load_model(JOB, cache_directory=Path(), profile=None, timekeeper=links.timekeeper)
         stage = RankStage(model, training=JOB.training, device=device)
@@ -42,11 +48,41 @@ def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:
             lease_s=3.0,
             resilience=JOB.resilience,
         )
-        for age in (2, 4):  # Each in an epoch of its own.
-            Evaluator(evaluation, plan, context=context, comm=HostComm(links, device)).run(age)
+        yield lambda: Evaluator(evaluation, plan, context=context, comm=HostComm(links, device))
+
+
+def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:
+    """The epoch may end between an evaluation and the report of the iteration after it, in which
+    all ranks have the gradients already, so that it is not done again."""
+    with evaluator_on(LateDevice()) as make:
+        for age in (2, 4):
+            evaluator = make()
+            evaluator.run(age)
+    evaluation = evaluator._evaluation
 
     assert not evaluation.take_results(0)
     (result,) = evaluation.take_results(2)
     assert (result.iteration, result.num_samples) == (2, SAMPLES)
     assert [later.iteration for later in evaluation.take_results(3)] == [4]
     assert not evaluation.take_results(5)
+
+
+def test_a_loss_that_was_computed_while_a_peer_was_lost_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An abort of NCCL lets a receive end as if all were well, and the loss is of anything."""
+    with evaluator_on(LateDevice()) as make:
+        evaluator, write_sums = make(), Evaluator._write_sums
+        comm = evaluator._comm
+        assert isinstance(comm, HostComm)
+
+        def lose_a_peer(*arguments: Any) -> None:
+            write_sums(*arguments)
+            if arguments[3] == evaluator._evaluation.held_out.num_microbatches - 1:
+                comm._error = PeerLostError(1, "its connection closed")
+
+        monkeypatch.setattr(Evaluator, "_write_sums", lose_a_peer)
+        with pytest.raises(PeerLostError):
+            evaluator.run(2)
+
+    assert not evaluator._evaluation.untold

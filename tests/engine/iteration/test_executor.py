@@ -138,6 +138,33 @@ def test_the_comm_of_a_closed_executor_is_freed_without_the_garbage_collector() 
         gc.enable()
 
 
+class BreakingDevice(LateDevice):
+    """A device whose epoch ends with an error while it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.comms: list[HostComm] = []
+
+    def finish(self) -> None:
+        for comm in self.comms:
+            comm._error = PeerLostError(1, "its connection closed")
+
+
+def test_gradients_that_were_computed_while_a_peer_was_lost_are_refused() -> None:
+    """An abort of NCCL lets a receive end as if all were well, and what follows it compute."""
+    device, plan = BreakingDevice(), shaped_plan((1,), JOB.num_microbatches)
+    dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())
+    with executor_on(device, plan, Pulse()) as executor:
+        assert isinstance(executor._comm, HostComm)
+        device.comms.append(executor._comm)
+        with pytest.raises(PeerLostError):
+            executor.run(
+                0, Batches(dataset, JOB.training, iteration=0), votes=lambda: Votes(0, 0, 0, 0)
+            )
+
+        assert {held.gradients_of for held in executor._own_layers()} == {-1}
+
+
 def break_off(broken: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> RankStage:
     """The stage of a rank whose iteration ended when this method of its comm was called."""
     dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())

@@ -165,6 +165,7 @@ class Evaluator:
                 self._run_microbatch(route, age, index, sums[:, index])
             for rank in sorted(self._untaken):
                 self._wait_taken(rank, at_most=0)
+        self._comm.check()  # A receive that was aborted may have ended as if all were well.
         total = reduce_vector(
             self._links,
             sums.reshape(-1),

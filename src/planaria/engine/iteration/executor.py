@@ -197,6 +197,7 @@ class Executor:
         for done_s in map(_result, self._submitted):
             self._links.timekeeper.reach(done_s)
         assert len(self._submitted) == len(self._buckets)
+        self._comm.check()  # A receive that was aborted may have ended as if all were well.
         finish_unshared(
             self._stage, self._schedule, buckets=self._buckets, layers=self._own_indices
         )
