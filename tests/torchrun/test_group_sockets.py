@@ -131,6 +131,25 @@ def test_groups_of_nccl_are_aborted_though_a_loop_that_wakes_is_done(
         assert watch.has_aborted
 
 
+@pytest.mark.parametrize("made", ["ProcessGroupNCCL", "ProcessGroupNCCL2"])
+def test_groups_of_all_classes_for_nccl_are_known(
+    made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since 2.15 torch may make another one for the backend nccl, which is no subclass."""
+    classes: dict[str, type] = {
+        name: type(name, (), {}) for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2")
+    }
+    for name, each in classes.items():
+        monkeypatch.setattr(dist, name, each, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    backends = {"cpu": object(), "cuda": classes[made]()}
+    group = Mock(_device_types=list(backends), _get_backend=backends.get)
+    world: Any = dist.distributed_c10d
+    monkeypatch.setitem(world._world.pg_map, group, ("cpu:gloo,cuda:nccl", None))
+
+    assert group_sockets.nccl_groups() == [backends["cuda"]]
+
+
 def test_whoever_leaves_a_group_aborts_all_groups_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group of a mesh would wait for its lost rank at its end."""
     all_begun = threading.Barrier(2)

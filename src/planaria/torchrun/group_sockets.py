@@ -38,6 +38,7 @@ _BEAT: Final = Tag(Channel.ALIVE, 0, 1, 0)
 _SILENCE: Final = Tag(Channel.ALIVE, 0, 2, 0)
 _NOTHING: Final = np.zeros(1, dtype=np.uint8)
 _BEAT_S: Final = 0.5
+_NCCL_CLASSES: Final = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
 SILENCE_S: Final = 5.0  # A rank of which nobody has heard for so long is lost.
 
 
@@ -163,7 +164,9 @@ def nccl_groups() -> list[Any]:
         for group in list(state._world.pg_map)
         for device in group._device_types
     ]
-    return [group for group in groups if isinstance(group, dist.ProcessGroupNCCL)]
+    # Since 2.15 torch has several classes for NCCL, none of which is a subclass of another.
+    classes = tuple(filter(None, map(dist.__dict__.get, _NCCL_CLASSES)))
+    return [group for group in groups if isinstance(group, classes)]
 
 
 def check_errors_stay(device_type: str) -> None:
