@@ -16,6 +16,9 @@ AHEAD_S = 100.0  # Of the host's clock.
 class DeviceMoment:
     seconds: float
 
+    def wait(self) -> None:
+        pass
+
     def seconds_since(self, earlier: "DeviceMoment") -> float:
         return self.seconds - earlier.seconds
 

@@ -63,6 +63,9 @@ class Mark(Protocol):
 class Moment(Protocol):
     """A moment in the time of a device."""
 
+    def wait(self) -> None:
+        """Blocks until the device has passed the moment."""
+
     def seconds_since(self, earlier: Any) -> float:
         """The seconds from an earlier moment to this one; the device must have passed both."""
 
@@ -199,6 +202,9 @@ class _ReadMoment:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
+    def wait(self) -> None:
+        """See `Moment`."""
+
     def seconds_since(self, earlier: "_ReadMoment") -> float:
         """See `Moment`."""
         return self._seconds - earlier._seconds
@@ -289,7 +295,7 @@ class Accelerator(Device):
     def moment(self) -> Moment:
         """The moment at which the stream that computes has done what it holds now."""
         stream = self.current_stream()
-        event = self._module.Event(enable_timing=True)
+        event = self._module.Event(enable_timing=True, **self._waiting())
         event.record(stream)
         return _EventMoment(event)
 
@@ -359,10 +365,14 @@ class Accelerator(Device):
         return self._mark_on(self.current_stream())
 
     def _mark_on(self, stream: Any) -> Mark:
-        # A wait for one of CUDA would take a whole core; other types know no such choice.
-        event = self._module.Event(**({"blocking": True} if self.place.type == "cuda" else {}))
+        event = self._module.Event(**self._waiting())
         event.record(stream)
         return _EventMark(event, self.current_stream)
+
+    def _waiting(self) -> dict[str, bool]:
+        """The choice of how to wait for an event."""
+        # A wait for one of CUDA would take a whole core; other types know no such choice.
+        return {"blocking": True} if self.place.type == "cuda" else {}
 
     @contextmanager
     def beside(self, purpose: str) -> Iterator[None]:
@@ -400,6 +410,10 @@ class _EventMark:
 class _EventMoment:
     def __init__(self, event: Any) -> None:
         self._event = event
+
+    def wait(self) -> None:
+        """See `Moment`; the calling thread has used the device."""
+        self._event.synchronize()
 
     def seconds_since(self, earlier: "_EventMoment") -> float:
         """See `Moment`."""

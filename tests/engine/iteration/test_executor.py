@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import link_ranks
@@ -23,6 +25,7 @@ from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
 from planaria.errors import AbortedError, PeerLostError
 from planaria.schedule.lower import rank_schedule
+from planaria.transport.links import Tag
 from planaria.transport.pulse import Pulse
 
 LEASE_S = 3.0
@@ -30,7 +33,9 @@ JOB = tiny_job("sequential", Path(), iterations=1)
 
 
 @contextmanager
-def executor_on(device: Device, plan: Plan, pulse: Pulse) -> Iterator[Executor]:
+def executor_on(
+    device: Device, plan: Plan, pulse: Pulse, *, is_timed: bool = False
+) -> Iterator[Executor]:
     """The executor of the first rank of a plan, on this device."""
     with link_ranks(len(plan.all_ranks)) as (links, *_):
         model = load_model(JOB, cache_directory=Path(), profile=None, timekeeper=links.timekeeper)
@@ -52,7 +57,7 @@ def executor_on(device: Device, plan: Plan, pulse: Pulse) -> Iterator[Executor]:
                 on_step=lambda *_: None,
                 on_action_done=lambda: None,
                 on_computed=lambda _: None,
-                is_timed=lambda: False,
+                is_timed=lambda: is_timed,
                 on_tensors=lambda _: None,
             ),
         )
@@ -70,13 +75,16 @@ class SlowDevice(LateDevice):
 class TenLater:
     """A moment ten seconds after the one before."""
 
+    def wait(self) -> None:
+        """See `Moment`."""
+
     def seconds_since(self, _: object) -> float:
         """See `Moment`."""
         return 10.0
 
 
 class NotedPulse(Pulse):
-    """A pulse that notes in how many seconds each action was to end."""
+    """A pulse that notes in how many seconds each action was to end, and this one is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +92,11 @@ class NotedPulse(Pulse):
 
     def begin_action(self, limit_s: float) -> None:
         self.limits_s.append(limit_s)
+        self.limit_s = limit_s
+
+    def begin_wait(self) -> None:
+        super().begin_wait()
+        self.limit_s = math.inf
 
 
 def test_an_action_may_last_as_long_as_the_device_computes_what_it_was_given_before() -> None:
@@ -136,6 +149,87 @@ def test_the_comm_of_a_closed_executor_is_freed_without_the_garbage_collector() 
         assert [each() for each in freed] == [None, None]
     finally:
         gc.enable()
+
+
+class WaitingDevice(LateDevice):
+    """A device that computes in no time, and waits 100 s for each message; the host does not.
+
+    Attributes:
+        now_s: time.
+        waits: seconds that each wait of the host took, and the limit for it.
+    """
+
+    def __init__(self, pulse: NotedPulse) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.waits: list[tuple[float, float]] = []
+        self._there_s = 0.0  # When the device is done with what it was given.
+        self._pulse = pulse
+
+    def receive(self, like: Tensor) -> Tensor:
+        """A message for which the device waits."""
+        self._there_s += 100.0
+        return torch.zeros_like(like)
+
+    def wait_until(self, there_s: float) -> None:
+        """Waits for the device."""
+        self.waits.append((max(0.0, there_s - self.now_s), self._pulse.limit_s))
+        self.now_s = max(self.now_s, there_s)
+
+    def finish(self) -> None:
+        self.wait_until(self._there_s)
+
+    def moment(self) -> "WaitedMoment":
+        return WaitedMoment(self, self._there_s)
+
+
+class WaitedMoment:
+    """A moment of such a device."""
+
+    def __init__(self, device: WaitingDevice, there_s: float) -> None:
+        self._device = device
+        self._there_s = there_s
+
+    def wait(self) -> None:
+        """See `Moment`."""
+        self._device.wait_until(self._there_s)
+
+    def seconds_since(self, earlier: "WaitedMoment") -> float:
+        """See `Moment`."""
+        return self._there_s - earlier._there_s
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_a_device_that_waits_for_another_rank_neither_computes_nor_is_late(
+    is_timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NCCL a receive returns before its message is there. If a device hung, the ranks that
+    waited for it were killed in its place, and where actions are timed they counted as slow."""
+    pulse = NotedPulse()
+    device, plan = WaitingDevice(pulse), shaped_plan((2,), JOB.num_microbatches)
+    dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())
+    with executor_on(device, plan, pulse, is_timed=is_timed) as executor:
+
+        def receive(_: int, tag: Tag) -> Tensor:
+            return device.receive(executor._outputs[tag.a, tag.b])
+
+        executor._comm.waits_on_device = True
+        executor._now_s = lambda: device.now_s
+        monkeypatch.setattr(executor._comm, "receive", receive)
+        monkeypatch.setattr(executor._comm, "send", lambda *_, **__: None)
+        monkeypatch.setattr(executor, "_commit", lambda _: None)
+        for _ in range(2):
+            device.waits.clear()
+            executor.run(
+                0, Batches(dataset, JOB.training, iteration=0), votes=lambda: Votes(0, 0, 0, 0)
+            )
+
+    own = [limit_s for seconds, limit_s in device.waits if not seconds]
+    others = [limit_s for seconds, limit_s in device.waits if seconds]
+    assert set(executor.action_s.values()) == {0.0}
+    assert len(others) == JOB.num_microbatches
+    assert max(own + others) < math.inf  # A device that hangs is found, whatever it does.
+    assert min(others) >= 2 * min(own)  # Before those that wait for it.
 
 
 class BreakingDevice(LateDevice):

@@ -46,7 +46,13 @@ class DeviceComm(ChunkComm, Protocol):
     `sum_over`, and any thread may call `abort`. All that raise end the epoch with the error of
     whatever went wrong first on this rank: a PeerLostError if a peer is gone, an AbortedError if
     the epoch was aborted, or the exception of a thread that works for the caller.
+
+    Attributes:
+        waits_on_device: whether `receive` may return before the message is there, so that the
+            device waits for the sender's device, and not the host.
     """
+
+    waits_on_device: bool
 
     def send(self, target: int, tag: Tag, tensor: Tensor, *, virtual_bytes: int) -> None:
         """Sends a tensor of up to six dimensions; waits neither for it nor for its receiver.

@@ -33,6 +33,7 @@ class HostComm:
     """
 
     def __init__(self, links: Links, device: Device) -> None:
+        self.waits_on_device = False
         self._links = links
         self._device = device
         self._epoch = links.epoch

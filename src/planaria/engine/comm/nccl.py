@@ -195,6 +195,7 @@ class NcclComm:
     def __init__(
         self, links: Links, device: Device, keys: Sequence[GroupKey], maker: GroupMaker
     ) -> None:
+        self.waits_on_device = True
         self._links = links
         self._device = device
         self._epoch = links.epoch

@@ -194,6 +194,7 @@ class Executor:
         with keep_generators():
             self._run_actions(iteration)
         self._finish_computing()
+        self._longest_iteration_s = max(self._longest_iteration_s, self._now_s() - self.start_s)
         for done_s in map(_result, self._submitted):
             self._links.timekeeper.reach(done_s)
         assert len(self._submitted) == len(self._buckets)
@@ -238,6 +239,9 @@ class Executor:
             self._moments.append((action.kind, begin, end))
         elif action.kind in (*_COMPUTING, Kind.SHADOW):
             self._stage.device.finish()
+        elif action.kind in _WAITING and self._is_timed and self._comm.waits_on_device:
+            self._pulse.begin_action(self._device_limit_s(waits=True))
+            self._stage.device.finish()  # Else the wait would count as the next action's.
         self._pulse.layers = (0, 0)
         if action.kind in _COMPUTING:
             self._callbacks.on_tensors(self._kept_tensors())
@@ -285,17 +289,30 @@ class Executor:
         """Waits until the device has computed all actions, and counts their seconds."""
         if not self._moments:
             return
-        if self._longest_iteration_s:
-            limit_s = max(self._lease_s, _LATE_FACTOR * self._longest_iteration_s)
-            self._pulse.begin_action(limit_s)
+        for _, begin, end in self._moments if self._comm.waits_on_device else ():
+            # From the end of the action before, the device has waited for other ranks alone.
+            self._pulse.begin_action(self._device_limit_s(waits=True))
+            begin.wait()
+            self._pulse.begin_action(self._device_limit_s(waits=False))
+            end.wait()
+        self._pulse.begin_action(self._device_limit_s(waits=False))
         self._stage.device.finish()
         self._pulse.begin_wait()
-        self._longest_iteration_s = max(self._longest_iteration_s, self._now_s() - self.start_s)
         all_seconds = [end.seconds_since(begin) for _, begin, end in self._moments]
         for (kind, _, _), seconds in zip(self._moments, all_seconds, strict=True):
             self._count_seconds(kind, seconds)
         self._longest_device_s = max(*all_seconds, self._longest_device_s)
         self._moments.clear()
+
+    def _device_limit_s(self, *, waits: bool) -> float:
+        """Seconds after which the device is late; infinite in the first iteration of an epoch.
+
+        Args:
+            waits: whether it may wait for devices of other ranks, since their hosts have announced
+                what they will send. The one that hangs is late first, so that it alone is replaced.
+        """
+        longest_s = self._longest_iteration_s or math.inf
+        return (2 if waits else 1) * max(self._lease_s, _LATE_FACTOR * longest_s)
 
     def _kept_tensors(self) -> Iterator[Tensor]:
         """The tensors kept for later actions, without those that autograd keeps itself."""
