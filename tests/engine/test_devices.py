@@ -50,7 +50,18 @@ def test_ranks_share_the_memory_of_a_device() -> None:
     for num_ranks, num_sharing in ((1, 1), (2, 1), (3, 2), (6, 3)):
         share = (80 << 30) // num_sharing
         assert 0.8 * share < usable_bytes(device, num_ranks=num_ranks) < share - (1 << 30)
-    assert usable_bytes(device, num_ranks=1000) == 0
+
+
+def test_ranks_that_do_not_fit_on_a_device_are_refused() -> None:
+    """No bytes would be taken for no limit, and the ranks end without memory while they train."""
+    device = find_device(LATE, rank=0)
+    device.memory_bytes, device.count = 6 << 30, 2
+
+    assert 0 < usable_bytes(device, num_ranks=10) < 250 << 20
+    for num_ranks in (11, 1000):
+        with pytest.raises(ConfigError, match="10 ranks fit on its 2 devices") as refused:
+            usable_bytes(device, num_ranks=num_ranks)
+        assert "cluster.device_memory_bytes" in refused.value.remedy
 
 
 def test_a_late_copy_is_made_when_it_is_waited_for_and_no_sooner() -> None:

@@ -24,6 +24,7 @@ from planaria.core.plan import (
     scaled_profile,
 )
 from planaria.engine import profiler, stage
+from planaria.engine.devices import LateDevice, usable_bytes
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
 from planaria.models.layers import SplitModel, TiedGroup
@@ -64,6 +65,20 @@ def test_layers_that_are_alike_are_measured_once(
         "1._Residual",
         "2._Residual",
     ]
+
+
+def test_a_limit_on_memory_counts_the_nodes_that_may_join(tmp_path: Path) -> None:
+    """Where nodes share a machine, they share its devices too."""
+    job = tiny_job("sequential", tmp_path)
+    job = replace(job, cluster=replace(job.cluster, nodes=2, max_nodes=4))
+    model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
+    dataset = load_data(job, objective=model.objective, cache_directory=tmp_path)
+    device = LateDevice()
+    device.memory_bytes = 40 << 30
+
+    profile = profiler.profile_model(job, model, dataset, num_ranks=2, processors=2, device=device)
+
+    assert profile.device_memory_bytes == usable_bytes(device, num_ranks=4)
 
 
 def test_layers_take_turns_unless_one_fills_any_cache(

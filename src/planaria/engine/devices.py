@@ -532,10 +532,25 @@ def device_at(place: torch.device) -> Device:
 
 
 def usable_bytes(device: Device, *, num_ranks: int) -> int:
-    """Bytes that each of a machine's ranks may hold on a device like this; 0: no limit is known."""
-    num_sharing = -(-num_ranks // device.count)
-    share = device.memory_bytes // num_sharing
-    return int(max(0, share - _RESERVED_BYTES) * (1 - _RESERVED_SHARE))
+    """Bytes that each of a machine's ranks may hold on a device like this; 0: no limit is known.
+
+    Raises:
+        ConfigError: the machine's devices have no room for so many ranks.
+    """
+    if not device.memory_bytes:
+        return 0
+    share = device.memory_bytes // -(-num_ranks // device.count)
+    limit_bytes = int((share - _RESERVED_BYTES) * (1 - _RESERVED_SHARE))
+    if limit_bytes <= 0:
+        num_fitting = device.memory_bytes // (_RESERVED_BYTES + 2) * device.count
+        remedy = (
+            f"{num_ranks} ranks (cluster.nodes or max_nodes, times devices_per_node) share the "
+            f"{device.memory_bytes:_} bytes of {device.name}, and each takes {_RESERVED_BYTES:_} "
+            f"for itself; {num_fitting} ranks fit on its {device.count} devices; start fewer on "
+            "this machine, or say what each may hold with cluster.device_memory_bytes"
+        )
+        raise ConfigError("", num_ranks, remedy)
+    return limit_bytes
 
 
 def _accelerator_kind() -> str:

@@ -104,9 +104,13 @@ def profile_model(
         device: the device that is measured.
 
     Raises:
-        ConfigError: a layer changes a buffer in its forward, or the job's own loss is no sum.
+        ConfigError: a layer changes a buffer in its forward, the job's own loss is no sum, or the
+            ranks do not fit on the device.
     """
-    is_accelerator = isinstance(device, Accelerator)
+    cluster, is_accelerator = job.cluster, isinstance(device, Accelerator)
+    num_here = max(cluster.nodes, cluster.max_nodes) if processors else 1
+    num_here *= cluster.devices_per_node
+    limit_bytes = cluster.device_memory_bytes or usable_bytes(device, num_ranks=num_here)
     shares = 0 < processors < num_ranks and not is_accelerator
     num_others = min(num_ranks, _RANKS_EACH * processors) - 1 if processors else 0
     # A process that uses an accelerator cannot be forked.
@@ -117,14 +121,12 @@ def profile_model(
     links = {"intra_node": link, "inter_node": link}
     if is_accelerator:
         links["device_to_host"] = _measured_copy(device)
-    num_here = num_ranks if processors else job.cluster.devices_per_node
     return ModelProfile(
         model=job.name,
         microbatch_size=job.training.microbatch_size,
         dtype=job.training.dtype,
         device=device.name,
-        device_memory_bytes=job.cluster.device_memory_bytes
-        or usable_bytes(device, num_ranks=num_here),
+        device_memory_bytes=limit_bytes,
         layers=layers,
         links=links,
         tied=tied_parameters(model),
