@@ -1,5 +1,6 @@
 """Optimizers by name, their state as named tensors, and the learning rate."""
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from planaria.core.job import TrainingConfig
 from planaria.engine.optimizer import (
+    can_fuse,
     learning_rate,
     load_optimizer_state,
     optimizer_factory,
@@ -213,6 +215,27 @@ def test_one_implementation_is_pinned_and_names_ignore_case() -> None:
     assert (group["foreach"], group["fused"]) == (False, False)
     assert group["betas"] == (0.5, 0.6)
     assert group["lr"] == 0.01
+
+
+def test_fast_mode_does_without_a_kernel_that_torch_refuses_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch 2.9 to 2.11 have one for Adagrad on processors, and say that there is none for CUDA
+    when the first step is taken."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("`fused=True` requires all the params to be of supported devices: cpu")
+
+    module = importlib.import_module("torch.optim.adagrad")
+    monkeypatch.setattr(module, "_device_dtype_check_for_fused", refuse)
+    can_fuse.cache_clear()
+    parameters = layer("adagrad")
+    factory = optimizer_factory(training({"name": "Adagrad"}, deterministic=False))
+    optimizer = factory(parameters.items())
+    step(optimizer, parameters, seed=1)
+    can_fuse.cache_clear()
+
+    assert not optimizer.param_groups[0]["fused"]
 
 
 def test_fast_mode_steps_in_one_kernel_where_memory_has_one_layout() -> None:

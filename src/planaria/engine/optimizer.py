@@ -15,7 +15,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -217,11 +217,26 @@ def _optimizer(
     if "fused" in settings:
         # On a processor the fused kernels take all memory to have one layout.
         is_plain = all(parameter.is_contiguous() for _, parameter in parameters)
-        settings = {**settings, "fused": is_plain and not training.deterministic}
+        is_fast = is_plain and not training.deterministic
+        device = parameters[0][1].device
+        settings = {**settings, "fused": is_fast and can_fuse(optimizer_class, device)}
     try:
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
         raise _refusal(training, error) from error
+
+
+@cache
+def can_fuse(optimizer_class: type[Optimizer], device: torch.device) -> bool:
+    """Whether a class that has fused kernels has one for this device; tries it once."""
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    new: Any = optimizer_class  # As in `_like`.
+    try:
+        new([parameter], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _refusal(training: TrainingConfig, error: Exception) -> ConfigError:
