@@ -11,6 +11,7 @@
 # PYTHON, WHEELS, RESULTS, MINUTES, OPTIONS  of make gpu-bits and make gpu-speed: the Python that runs
 #         them, which needs torch; a folder with wheels of what it lacks; a folder for the results;
 #         their time; further options of the script. No .venv is made. See docs/GPU.md.
+# PYTHON, WHEELS, OPTIONS  of make gpu2: the same; its Python needs pytest, too.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -43,7 +44,7 @@ SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmar
 
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos hosts check docs profiles bench clean
-.PHONY: gpu-bits gpu-speed torches
+.PHONY: gpu-bits gpu-speed gpu-site torches
 .PHONY: gpu2 results clusters
 
 help:
@@ -66,7 +67,7 @@ help:
 	@echo 'make bench    run every script in benchmarks/'
 	@echo 'make gpu-bits   on one GPU: the same bits on six ranks, whatever dies (PYTHON=, WHEELS=)'
 	@echo 'make gpu-speed  on one GPU: tokens per second beside a plain loop (PYTHON=, WHEELS=)'
-	@echo 'make gpu2       on two GPUs: the transport nccl, which nobody has run on two yet (PYTHON=)'
+	@echo 'make gpu2       on two GPUs: the transport nccl, which nobody has run on two yet (PYTHON=, WHEELS=)'
 	@echo 'make clean    remove the environment, caches and reports'
 
 demo: $(READY)
@@ -149,17 +150,20 @@ bench: $(READY)
 
 # They use PYTHON as it is, on a machine that may have no network; without a GPU they end with 2.
 GPU_SITE := $(CURDIR)/reports/gpu-site
-gpu-bits gpu-speed: MINUTES = 8
-gpu-bits gpu-speed:
+GPU_RUN = PYTHONPATH="$(GPU_SITE):$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -u
+gpu-site:
 	@rm -rf $(GPU_SITE)
 	@mkdir -p $(GPU_SITE)
 	$(if $(WHEELS),@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
 		--no-compile --no-cache-dir --target $(GPU_SITE) $(WHEELS)/*.whl)
-	PYTHONPATH="$(GPU_SITE):$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -u \
-		benchmarks/$(subst -,_,$@).py --minutes $(MINUTES) --results $(RESULTS)/$@.json $(OPTIONS)
 
-gpu2:
-	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -u benchmarks/gpu2.py
+gpu-bits gpu-speed: MINUTES = 8
+gpu-bits gpu-speed: gpu-site
+	$(GPU_RUN) benchmarks/$(subst -,_,$@).py --minutes $(MINUTES) --results $(RESULTS)/$@.json \
+		$(OPTIONS)
+
+gpu2: gpu-site
+	$(GPU_RUN) benchmarks/gpu2.py $(OPTIONS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis reports

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -199,6 +200,21 @@ def test_the_job_file_of_the_speed_is_accepted(
     job = _loaded(toml_text(tables), tmp_path)
     tokens = job.training.global_batch_size * job.data.sequence_length
     assert tokens == (256 if words else 1 << 19)
+
+
+def test_the_tests_on_two_gpus_need_no_package_but_pytest(tmp_path: Path) -> None:
+    """A machine without a network has no others, and `tests/conftest.py` imports hypothesis."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['hypothesis'] = None\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+    words = ["gloo" if word == "nccl" else word for word in gpu2.TESTS]  # There are no GPUs.
+    log = tmp_path / "log"
+    ended = run_command(
+        [*words, "--collect-only"], log=log, timeout_s=100.0, environment=environment
+    )
+
+    assert not ended.problem
 
 
 def test_the_jobs_on_two_gpus_send_from_stage_to_stage_and_sum_over_pipelines(
