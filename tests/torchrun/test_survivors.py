@@ -4,8 +4,12 @@ import socket
 import time
 from collections.abc import Collection
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
 from helpers.connections import connected, ends, is_shut, number_in_child
@@ -107,7 +111,7 @@ def test_a_member_that_was_lost_does_not_have_the_others_wait_for_the_timeout_of
     """It could not know that none would come."""
     store = MeetingStore()
     own = ("127.0.0.1", store.port)
-    settings = GroupSettings("cpu:gloo", timedelta(seconds=600))
+    settings = GroupSettings("cpu:gloo", timedelta(seconds=600), None)
     begin_s = time.monotonic()
 
     with pytest.raises(RuntimeError):
@@ -124,13 +128,39 @@ def test_a_group_that_was_made_has_the_timeout_of_the_one_before(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     store = MeetingStore()
-    settings = GroupSettings("cpu:gloo", timeout)
+    settings = GroupSettings("cpu:gloo", timeout, None)
 
     members = store.meet(ranks({0: ("127.0.0.1", store.port)}), settings, timeout_s=60.0)
 
     assert members == (0,)
-    assert group_settings() == GroupSettings("cpu:gloo", timeout or default_pg_timeout)
+    assert group_settings() == GroupSettings("cpu:gloo", timeout or default_pg_timeout, None)
     leave_group()
+
+
+@pytest.mark.parametrize("device", [torch.device("cuda", 1), None])
+def test_a_group_that_was_made_is_bound_to_the_device_of_the_one_before(
+    device: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a barrier guesses the device, and meshes form their groups in another way."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    init, devices = dist.init_process_group, []
+
+    def note(*arguments: Any, device_id: torch.device | None = None, **others: Any) -> None:
+        devices.append(device_id)
+        init(*arguments, **others)  # There is no such device.
+
+    init("cpu:gloo", store=HashStore(), rank=0, world_size=1)
+    world: Any = dist.group.WORLD
+    world.bound_device_id = device
+    settings = group_settings()
+    leave_group()
+    monkeypatch.setattr(dist, "init_process_group", note)
+    store = MeetingStore()
+    store.meet(ranks({0: ("127.0.0.1", store.port)}), settings, timeout_s=60.0)
+    leave_group()
+
+    assert devices == [device]
 
 
 def test_a_rank_that_leaves_its_group_shuts_the_connections_of_it() -> None:

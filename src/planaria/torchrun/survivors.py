@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -81,10 +82,12 @@ class GroupSettings:
 
     Attributes:
         timeout: timeout of collectives; None: the backend's own.
+        device: the device to which the script has bound the group; None: it has not.
     """
 
     backend: str
     timeout: timedelta | None
+    device: torch.device | None
 
 
 class MeetingStore:
@@ -180,7 +183,7 @@ def group_settings() -> GroupSettings:
     timeout = None
     for device in group._device_types:
         timeout = timeout or getattr(group._get_backend(device).options, "_timeout", None)
-    return GroupSettings(dist.get_backend_config(), timeout)
+    return GroupSettings(dist.get_backend_config(), timeout, group.bound_device_id)
 
 
 def leave_group(connections: Collection[Ends] = ()) -> None:
@@ -240,7 +243,12 @@ def _make_group(
         # Members of which each counts its groups of before in another way would not meet.
         state._world.group_count = 0
         dist.init_process_group(
-            settings.backend, store=store, rank=place, world_size=size, timeout=settings.timeout
+            settings.backend,
+            store=store,
+            rank=place,
+            world_size=size,
+            timeout=settings.timeout,
+            device_id=settings.device,
         )
         _limit_gloo(patience)
         dist.barrier()  # Some backends connect when they are used first.
