@@ -219,7 +219,7 @@ def _optimizer(
         is_plain = all(parameter.is_contiguous() for _, parameter in parameters)
         is_fast = is_plain and not training.deterministic
         device = parameters[0][1].device
-        settings = {**settings, "fused": is_fast and can_fuse(optimizer_class, device)}
+        settings = {**settings, "fused": is_fast and can_fuse(optimizer_class.__name__, device)}
     try:
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
@@ -227,11 +227,11 @@ def _optimizer(
 
 
 @cache
-def can_fuse(optimizer_class: type[Optimizer], device: torch.device) -> bool:
-    """Whether a class that has fused kernels has one for this device; tries it once."""
+def can_fuse(name: str, device: torch.device) -> bool:
+    """Whether the class of this name, which has fused kernels, has one for the device; tries it."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros_like(parameter)
-    new: Any = optimizer_class  # As in `_like`.
+    new: Any = _optimizer_class(name)  # As in `_like`.
     try:
         new([parameter], fused=True).step()
     except RuntimeError:
