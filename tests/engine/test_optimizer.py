@@ -202,6 +202,41 @@ def test_loaded_state_of_a_parameter_that_is_a_number_lies_on_its_device() -> No
     assert places == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
+def test_matrices_alone_decay_if_the_job_says_so() -> None:
+    """nanoGPT, and transformers much the same, leave gains and biases alone. Names stay."""
+    adamw = {"name": "AdamW", "weight_decay": 0.5}
+    states = []
+    for decay in ("all", "matrices"):
+        parameters = layer("AdamW")
+        optimizer = optimizer_factory(training(adamw, decay=decay))(parameters.items())
+        before = copied(parameters)
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+        still = {name for name in parameters if torch.equal(before[name], parameters[name])}
+        assert still == ({"bias"} if decay == "matrices" else set())
+        states.append(optimizer_state(optimizer, parameters, num_steps=1))
+    assert_same_bits(*states)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+def test_a_layer_of_one_kind_has_one_group(shape: tuple[int, ...]) -> None:
+    """A group without parameters would be stepped for nothing, and some classes refuse it."""
+    factory = optimizer_factory(training({"name": "AdamW"}, decay="matrices"))
+
+    (group,) = factory([("only", nn.Parameter(torch.zeros(shape)))]).param_groups
+    assert group["weight_decay"] == (0.01 if len(shape) == 2 else 0.0)
+
+
+def test_a_class_that_knows_no_weight_decay_has_none_for_matrices() -> None:
+    """The job would seem to decay them."""
+    with pytest.raises(ConfigError, match="Rprop has no weight_decay") as caught:
+        optimizer_factory(training({"name": "Rprop"}, decay="matrices"))
+
+    assert caught.value.field == "training.decay"
+
+
 def test_one_implementation_is_pinned_and_names_ignore_case() -> None:
     """The foreach and fused kernels may round differently on another node."""
     parameters = layer("adamw")

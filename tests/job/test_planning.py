@@ -262,6 +262,10 @@ def test_a_save_of_a_model_with_other_layers_is_refused_before_any_node_starts(
             {"training": {"optimizer": {"lr": 1}}},
             r"^training\.optimizer\.lr = 1: .*saved with None",
         ),
+        (
+            {"training": {"decay": "matrices"}},
+            r"^training\.decay = 'matrices': .* saved with 'all'; set",
+        ),
         ({"name": "other"}, ""),
     ],
 )
@@ -283,3 +287,24 @@ def test_a_checkpoint_of_another_job_is_refused_by_the_keys_that_differ(
         return
     with pytest.raises(ConfigError, match=words):
         starting_point(config, tier, resume=True)
+
+
+def test_what_decays_is_compared_with_saves_that_do_not_say_it(tmp_path: Path) -> None:
+    """All did, before there was a choice; and a job that leaves the key out means all."""
+    table = {
+        "model": {"kind": "python", "target": "m:f"},
+        "data": {"kind": "python", "target": "m:f"},
+    }
+    table["checkpoint"] = {"directory": str(tmp_path)}
+    matrices = job_from_dict({**table, "training": {"decay": "matrices"}})
+    tier = tier_of(str(tmp_path))
+    older = {key: value for key, value in fingerprint(matrices).items() if key != "decay"}
+    manifest = Manifest(iteration=0, epoch=0, job=older, layers=())
+    tier.publish(manifest)
+
+    assert starting_point(job_from_dict(table), tier, resume=True) == manifest
+    with pytest.raises(ConfigError, match=r"^training\.decay = 'matrices': .* with 'all'"):
+        starting_point(matrices, tier, resume=True)
+    tier.publish(Manifest(iteration=0, epoch=1, job=fingerprint(matrices), layers=()))
+    with pytest.raises(ConfigError, match=r"^training\.decay = 'all': .* with 'matrices'"):
+        starting_point(job_from_dict(table), tier, resume=True)

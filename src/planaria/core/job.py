@@ -116,6 +116,11 @@ class TrainingConfig:
     optimizer: Mapping[str, Any] = _key(
         {"name": "AdamW"}, "the name of a class in torch.optim, and its arguments"
     )
+    decay: Literal["all", "matrices"] = _key(
+        "all",
+        "the parameters to which the weight_decay of training.optimizer applies; matrices: those "
+        "of two or more dimensions, so no biases and no gains of norms",
+    )
     learning_rate: float = _key(3e-4, "the highest learning rate of the schedule")
     schedule: Mapping[str, Any] = _key(
         {"name": "constant"},

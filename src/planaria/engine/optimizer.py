@@ -3,7 +3,7 @@
 Every layer has an optimizer of its own, made by the factory, so that a layer with its state can
 move between ranks. The state is sent and saved as named tensors: "{parameter}/{name}", for example
 "weight/exp_avg", with step counts as int64. Any class of torch.optim that keeps its state per
-parameter can be used.
+parameter can be used. Where matrices alone decay, an optimizer has two groups of parameters.
 
 Differs: foreach and fused are switched off in classes that have them. Both round differently from
 the plain loop on some devices or builds, and the bits of a parameter must not depend on the node
@@ -39,6 +39,7 @@ _REFUSED_ARGUMENTS = {
     "capturable": "leave it out: it is for CUDA graphs, which planaria does not capture",
     "differentiable": "leave it out: nothing differentiates through the optimizer's step",
 }
+_DECAY = "weight_decay"
 _CLIP_EPSILON = 1e-6  # As in torch.nn.utils.clip_grad_norm_.
 _SCHEDULES = ("constant", "linear", "cosine")
 
@@ -61,6 +62,11 @@ def optimizer_factory(training: TrainingConfig) -> OptimizerFactory:
     }
     settings |= {key: value for key, value in _PINNED.items() if key in known}
     settings["lr"] = float(training.learning_rate)
+    if training.decay != "all" and _DECAY not in known:
+        remedy = (
+            f'{optimizer_class.__name__} has no {_DECAY}; leave the key out, or set it to "all"'
+        )
+        raise ConfigError("training.decay", training.decay, remedy)
     factory = partial(_optimizer, optimizer_class, settings, training)
     # This finds wrong values once, before every worker would.
     parameter = nn.Parameter(torch.zeros(1, 1))
@@ -123,22 +129,24 @@ def load_optimizer_state(
 
 
 def joint_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """One optimizer for each kernel that steps the parameters of these.
+    """One optimizer for each kernel and weight decay with which parameters of these are stepped.
 
-    They have the same class and arguments. `join_state` must be called before each step.
+    They have the same class and other arguments. `join_state` must be called before each step.
     """
-    by_kernel: dict[bool, list[Optimizer]] = {}
+    alike: dict[tuple[bool, Any], tuple[Optimizer, dict[str, Any]]] = {}
     for optimizer in optimizers:
-        is_fused = bool(optimizer.param_groups[0].get("fused"))
-        by_kernel.setdefault(is_fused, []).append(optimizer)
-    return [_joint_optimizer(alike) for alike in by_kernel.values()]
+        for group in optimizer.param_groups:
+            key = bool(group.get("fused")), group.get(_DECAY)
+            _, joint = alike.setdefault(key, (optimizer, {**group, "params": []}))
+            joint["params"] += group["params"]
+    return [_like(optimizer, joint, joint["params"]) for optimizer, joint in alike.values()]
 
 
 def join_state(joined: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> None:
     """Has the joined optimizers step the state that the single ones hold now, and no copy of it."""
-    states = {p: o.state[p] for o in optimizers for p in o.param_groups[0]["params"]}
+    states = {p: o.state[p] for o in optimizers for g in o.param_groups for p in g["params"]}
     for optimizer in joined:
-        for parameter in optimizer.param_groups[0]["params"]:
+        for parameter in optimizer.param_groups[0]["params"]:  # It has one group.
             optimizer.state[parameter] = states[parameter]
 
 
@@ -220,8 +228,14 @@ def _optimizer(
         is_fast = is_plain and not training.deterministic
         device = parameters[0][1].device
         settings = {**settings, "fused": is_fast and can_fuse(optimizer_class.__name__, device)}
+    groups: list[Any] = parameters
+    if training.decay == "matrices":
+        matrices = [(name, p) for name, p in parameters if p.dim() >= 2]
+        others = [(name, p) for name, p in parameters if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": others, _DECAY: 0.0}]
+        groups = [group for group in groups if group["params"]]
     try:
-        return optimizer_class(parameters, **settings)
+        return optimizer_class(groups, **settings)
     except (TypeError, ValueError) as error:
         raise _refusal(training, error) from error
 
@@ -259,18 +273,15 @@ def _state_value(key: str, value: Tensor, parameter: nn.Parameter, optimizer: Op
 
 def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     """The state that a new optimizer of this class has for the parameter; empty but for Adagrad."""
-    return dict(_like(optimizer, [parameter]).state.get(parameter, {}))
+    new = _like(optimizer, optimizer.param_groups[0], [parameter])
+    return dict(new.state.get(parameter, {}))
 
 
-def _joint_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
-    parameters = [p for optimizer in optimizers for p in optimizer.param_groups[0]["params"]]
-    return _like(optimizers[0], parameters)
-
-
-def _like(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """A new optimizer of the same class with the same arguments."""
+def _like(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+) -> Optimizer:
+    """A new optimizer of the same class with the arguments of one of its groups."""
     known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
-    group = optimizer.param_groups[0]
     # mypy checks the constructor of Optimizer itself, whose arguments no subclass shares.
     new: Any = type(optimizer)
     made: Optimizer = new(parameters, **{key: v for key, v in group.items() if key in known})

@@ -192,7 +192,8 @@ def _check_same_layers(config: JobConfig, manifest: Manifest | None, num_layers:
 def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
     directory = config.checkpoint.directory
     settings = msgspec.to_builtins(fingerprint(config))
-    saved = {key: manifest.job.get(key) for key in settings}
+    older = {"decay": "all"}  # What saves mean that do not say it.
+    saved = {key: manifest.job.get(key, older.get(key)) for key in settings}
     tables = ("model", "data")  # Further keys are those of [training].
     changed = [
         (key if key.partition(".")[0] in tables else f"training.{key}", value, old)

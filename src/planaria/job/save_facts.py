@@ -41,6 +41,7 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
         "global_batch_size": training.global_batch_size,
         "microbatch_size": training.microbatch_size,
         "optimizer": dict(training.optimizer),
+        "decay": training.decay,
         "dtype": training.dtype,
         "seed": training.seed,
     }

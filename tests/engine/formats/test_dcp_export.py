@@ -29,8 +29,12 @@ ADAMW = {"name": "AdamW", "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6}
 RATES = {"learning_rate": 0.02, "schedule": {"name": "linear", "warmup_iterations": 10}}
 
 
-def _saved(model: ModelConfig, directory: Path) -> tuple[Tier, Manifest]:
-    training = TrainingConfig(optimizer=ADAMW, **RATES)  # type: ignore[arg-type]
+TRAINING = TrainingConfig(optimizer=ADAMW, **RATES)  # type: ignore[arg-type]
+
+
+def _saved(
+    model: ModelConfig, directory: Path, *, training: TrainingConfig = TRAINING
+) -> tuple[Tier, Manifest]:
     job = JobConfig(model=model, data=DataConfig(sequence_length=LENGTH), training=training)
     split = split_model(model, seed=0, vocabulary_size=VOCABULARY, sequence_length=LENGTH)
     return stepped_save(job, split, directory / "saves", vocabulary_size=VOCABULARY)
@@ -87,6 +91,25 @@ def test_a_model_of_transformers_and_its_optimizer_load_an_export(
     assert group["lr"] == pytest.approx(0.02 * 3 / 10)
     assert group["fused"] is None
     assert group["foreach"] is None
+
+
+def test_an_export_has_the_groups_of_which_matrices_alone_decay(tmp_path: Path) -> None:
+    """Whoever trains on in plain torch decays the same parameters."""
+    model = ModelConfig(config=FAMILIES["gpt2"])
+    training = TrainingConfig(optimizer=ADAMW, decay="matrices", **RATES)  # type: ignore[arg-type]
+    tier, manifest = _saved(model, tmp_path, training=training)
+
+    export_dcp(whole_model(tier, manifest), tmp_path / "dcp", with_optimizer=True)
+
+    config = AutoConfig.for_model(**dict(manifest.job["config"]))
+    whole = AutoModelForCausalLM.from_config(config)
+    parts = [[p for p in whole.parameters() if (p.dim() >= 2) is large] for large in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": part} for part in parts])
+    _load(tmp_path / "dcp", whole, optimizer)
+    _assert_loaded(whole, optimizer, tier, manifest)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9)] * 2
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.006)] * 2
 
 
 def test_layers_of_ones_own_load_an_export_with_what_was_frozen(tmp_path: Path) -> None:

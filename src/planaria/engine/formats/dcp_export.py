@@ -54,7 +54,7 @@ def export_dcp(model: WholeModel, output: Path, *, with_optimizer: bool) -> tupl
     state: dict[str, Any] = {"model": shown}
     if with_optimizer:
         shown, others = _entries(model, partial(_optimizer_tensors, model), OPTIMIZER)
-        optimizer = {"state": _by_parameter(shown), "param_groups": [_parameter_group(model)]}
+        optimizer = {"state": _by_parameter(shown), "param_groups": _parameter_groups(model)}
         state |= {"optim": optimizer, ITERATION: torch.tensor(model.manifest.iteration)}
         places |= others
     # Tensors are written in their order, also where there is a GPU.
@@ -140,16 +140,23 @@ def _optimizer_tensors(model: WholeModel, layer: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _parameter_group(model: WholeModel) -> dict[str, Any]:
-    """The one group of all parameters, with the learning rate of the next iteration."""
+def _parameter_groups(model: WholeModel) -> list[dict[str, Any]]:
+    """The groups of all parameters, with the learning rate of the next iteration."""
     training = model.facts.training
-    trial = nn.Parameter(torch.zeros(1, 1))
-    (group,) = optimizer_factory(training)([("trial", trial)]).param_groups
     # Where a parameter is tied, torch knows it by its first name alone.
     later = {use.name for group in model.split.tied for use in group.uses[1:]}
-    layers = map(model.split.parameter_shapes, range(model.split.num_layers))
-    names = [name for layer in layers for name in layer if name not in later]
-    # How planaria computes the steps is no matter of whoever reads this.
-    free: dict[str, Any] = {key: None for key in ("foreach", "fused") if key in group}
+    shapes = map(model.split.parameter_shapes, range(model.split.num_layers))
+    trials = [
+        (name, nn.Parameter(torch.zeros((1,) * len(shape))))
+        for layer in shapes
+        for name, shape in layer.items()
+        if name not in later
+    ]
     rate = learning_rate(training, model.manifest.iteration)
-    return {**group, **free, "lr": rate, "params": names, "param_names": names}
+    # How planaria computes the steps is no matter of whoever reads this.
+    free = {"foreach": None, "fused": None}
+    return [
+        {**group, **{key: free[key] for key in free if key in group}}
+        | {"lr": rate, "params": group["param_names"]}
+        for group in optimizer_factory(training)(trials).param_groups
+    ]
