@@ -133,8 +133,9 @@ class TrainingConfig:
     )
     dtype: Literal["float32", "bfloat16"] = _key(
         "float32",
-        "type of the parameters in forward and backward; bfloat16: the optimizer keeps float32 "
-        "copies of them",
+        "type of parameters, float buffers and float inputs in forward and backward; bfloat16: the "
+        "optimizer keeps float32 copies of the parameters, and what a layer of your own names in "
+        "float32_names stays in float32",
     )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] | bool = _key(
         "none",

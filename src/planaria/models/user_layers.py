@@ -57,6 +57,11 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
     for name, module in zip(names, modules, strict=True):
         refuse_running_statistics(name, module)
         _refuse_other_dtypes(name, module)
+    float32 = frozenset(
+        f"{index}.{kept}"
+        for index, module in enumerate(modules)
+        for kept in _float32_names(names[index], module)
+    )
     parameters = [
         {
             f"{index}.{name}": parameter
@@ -74,8 +79,31 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
         shapes=tuple({name: p.shape for name, p in layer.items()} for layer in parameters),
         tied=tied_groups([{name: id(p) for name, p in layer.items()} for layer in parameters]),
     )
-    facts = SplitFacts(whole_bytes=tuple(map(_num_bytes, modules)))
+    facts = SplitFacts(float32_names=lambda: float32, whole_bytes=tuple(map(_num_bytes, modules)))
     return SplitModel(builder, objective="supervised", loss=loss, facts=facts)
+
+
+def _float32_names(layer_name: str, module: nn.Module) -> Iterator[str]:
+    """The tensors that the layer and its modules keep in float32, under each of their names."""
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    kept = set()
+    for path, part in module.named_modules():
+        given = getattr(part, "float32_names", ())
+        if not isinstance(given, list | tuple | set | frozenset):
+            remedy = "give a list of names of parameters, buffers or modules in it"
+            raise ConfigError(f"model (layer {layer_name})", f"float32_names = {given!r}", remedy)
+        for name in given:
+            whole = f"{path}.{name}" if path else name
+            same = [t for key, t in tensors.items() if f"{key}.".startswith(f"{whole}.")]
+            if not same:
+                remedy = f"{type(part).__name__} has no parameter or buffer {name!r}"
+                field = f"model (layer {layer_name})"
+                raise ConfigError(field, f"float32_names = {given!r}", remedy)
+            kept.update(map(id, same))
+    return (name for name, tensor in tensors.items() if id(tensor) in kept)
 
 
 def _num_bytes(module: nn.Module) -> int:
