@@ -35,8 +35,6 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     options = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
     job = load_job(options.job)
     dataset = load_data(job, objective="causal", cache_directory=Path(cache_directory()))
     loop = _Loop(job, dataset, torch.device(options.device))

@@ -223,6 +223,21 @@ def second(monkeypatch: pytest.MonkeyPatch) -> tuple[Accelerator, FakeModule]:
     return device, module
 
 
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_fast_mode_leaves_the_choice_of_tf32_to_torch_and_the_user(
+    second: tuple[Accelerator, FakeModule], monkeypatch: pytest.MonkeyPatch, *, is_allowed: bool
+) -> None:
+    """It has 10 bits of mantissa, and was switched on; torch's default for products is off."""
+    device, _ = second
+    places = SimpleNamespace(allow_tf32=is_allowed), SimpleNamespace(allow_tf32=is_allowed)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", places[0])
+    monkeypatch.setattr(torch.backends, "cudnn", places[1])
+
+    device.begin(is_deterministic=False, pinned_bytes=0)
+
+    assert [place.allow_tf32 for place in places] == [is_allowed, is_allowed]
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -250,11 +250,11 @@ class Accelerator(Device):
         self._is_limit_told = False
 
     def begin(self, *, is_deterministic: bool, pinned_bytes: int) -> None:
-        """Chooses kernels: those that repeat bit for bit, or the fastest ones."""
+        """Chooses kernels that repeat bit for bit; or leaves the choice as it is."""
         self._pinned = PinnedMemory(pinned_bytes, drop_unused=self._drop_unused)
-        matmul = torch.backends.cuda.matmul
-        matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not is_deterministic
         if is_deterministic:
+            matmul = torch.backends.cuda.matmul
+            matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
             torch.use_deterministic_algorithms(True)
             # All memory is written before it is read.
             settings: Any = torch.utils.deterministic
