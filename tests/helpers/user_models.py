@@ -30,6 +30,14 @@ def sequential(dropout: float = 0.1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.Linear(WIDTH, 5))
 
 
+def frozen_in_eval() -> nn.Sequential:
+    """The same, whose first block is frozen as backbones are, and whose second is in eval alone."""
+    whole = sequential()
+    whole[1].requires_grad_(False).eval()
+    whole[2].eval()
+    return whole
+
+
 def plain_sequential() -> nn.Sequential:
     """The same without dropout."""
     return sequential(dropout=0.0)

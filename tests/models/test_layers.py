@@ -122,6 +122,19 @@ def _rotary() -> list[Any]:
     return [lambda: nn.Sequential(nn.Linear(4, 4), _Rotary()), partial(nn.Linear, 4, 3)]
 
 
+class _OwnTrain(nn.Sequential):
+    """Keeps a part in eval mode, as many do."""
+
+    def train(self, mode: bool = True) -> "_OwnTrain":
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def _own_train() -> list[nn.Module]:
+    return [_OwnTrain(nn.Dropout(), nn.Linear(4, 4)), nn.Dropout()]
+
+
 def _keeping(names: object) -> list[nn.Module]:
     layer = nn.Linear(4, 4)
     layer.float32_names = names  # type: ignore[assignment]
@@ -337,6 +350,31 @@ def test_what_a_users_layer_names_stays_in_float32_in_a_bfloat16_job(own_module:
     moved = stage.empty_layer(0)
     moved.load(held.state_views(), age=1)
     _assert_same_bits(held.module, moved.module)
+
+
+def test_a_layers_own_way_into_train_mode_is_taken(own_module: str) -> None:
+    """A backbone stays in eval mode by it, and is built in train mode."""
+    model = _own(f"{own_module}:_own_train")
+    flags = [[m.training for m in model.materialise(n).children()] for n in range(2)]
+    own = model.materialise(0).get_submodule("0")
+
+    assert flags == [[True], [True]]
+    assert [part.training for part in own] == [False, True]
+
+
+def test_layers_in_eval_stay_so_and_those_with_parameters_to_train_are_told() -> None:
+    """The recipe of a frozen backbone: its dropout was on all the same."""
+    model = _own("helpers.user_models:frozen_in_eval")
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+
+    for layer, is_repeated in ((1, True), (2, True), (3, False)):
+        module = model.materialise(layer)
+        assert torch.equal(module(x), module(x)) is is_repeated
+    (note,) = model.notes
+    assert note.startswith(
+        "layers that are trained are in eval mode, in which dropout does nothing"
+    )
+    assert "(2._Residual)" in note
 
 
 @pytest.mark.parametrize("target", ["", "nothing_like_it", "nothing_like_it:layers"])

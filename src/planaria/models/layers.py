@@ -140,7 +140,10 @@ class SplitModel:
         return len(self.layer_names)
 
     def materialise(self, layer: int) -> nn.Module:
-        """The layer with its initial weights: float32, CPU, train mode, the same bits anywhere."""
+        """The layer with its initial weights: float32, CPU, the same bits anywhere.
+
+        It is in train mode, but for what the user has put into eval mode.
+        """
         return self._builder.materialise(layer)
 
     def structure(self, layer: int) -> nn.Module:

@@ -13,7 +13,7 @@ tensors (packing.py); the first with the inputs of a microbatch, the loss with t
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -79,8 +79,29 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
         shapes=tuple({name: p.shape for name, p in layer.items()} for layer in parameters),
         tied=tied_groups([{name: id(p) for name, p in layer.items()} for layer in parameters]),
     )
-    facts = SplitFacts(float32_names=lambda: float32, whole_bytes=tuple(map(_num_bytes, modules)))
+    facts = SplitFacts(
+        float32_names=lambda: float32,
+        notes=_eval_notes(names, modules),
+        whole_bytes=tuple(map(_num_bytes, modules)),
+    )
     return SplitModel(builder, objective="supervised", loss=loss, facts=facts)
+
+
+def _eval_notes(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """A line on the layers that are in eval mode and have parameters to train."""
+    in_eval = [
+        name
+        for name, module in zip(names, modules, strict=True)
+        if not module.training and any(p.requires_grad for p in module.parameters())
+    ]
+    if not in_eval:
+        return ()
+    text = (
+        "layers that are trained are in eval mode, in which dropout does nothing "
+        f"({', '.join(in_eval)}); from_pretrained of transformers returns models in it; call "
+        "train() on them where they are built, if that is not meant"
+    )
+    return (text,)
 
 
 def _float32_names(layer_name: str, module: nn.Module) -> Iterator[str]:
@@ -177,7 +198,11 @@ class _UserLayers:
         # A copy, because a parameter shared with another layer must be a separate leaf, and what
         # the function keeps must stay as it is for the next time.
         module = copy.deepcopy(module)
-        return _UserLayer(layer, module, self.layer_names[layer]).train()
+        in_eval = [part for part in module.modules() if not part.training]
+        module.train()  # The user's own may leave parts in eval mode.
+        for part in in_eval:
+            part.training = False
+        return _UserLayer(layer, module, self.layer_names[layer])
 
     def structure(self, layer: int) -> nn.Module:
         """The layer with its initial weights: its buffers get their values only by building it."""

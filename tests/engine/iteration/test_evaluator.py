@@ -11,7 +11,7 @@ import pytest
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import link_ranks
 from planaria.core.commit import vector_layout
-from planaria.core.job import EvaluationConfig
+from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.data.datasets import load_dataset
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import Device, LateDevice
@@ -30,25 +30,39 @@ JOB = replace(
 
 
 @contextmanager
-def evaluator_on(device: Device) -> Iterator[Callable[[], Evaluator]]:
+def evaluator_on(device: Device, job: JobConfig = JOB) -> Iterator[Callable[[], Evaluator]]:
     """Makes evaluators of the only rank of a plan, of one evaluation, each as in a new epoch."""
-    plan = shaped_plan((1,), JOB.num_microbatches)
+    plan = shaped_plan((1,), job.num_microbatches)
     with link_ranks(1) as (links,):
-        model = load_model(JOB, cache_directory=Path(), profile=None, timekeeper=links.timekeeper)
-        stage = RankStage(model, training=JOB.training, device=device)
+        model = load_model(job, cache_directory=Path(), profile=None, timekeeper=links.timekeeper)
+        stage = RankStage(model, training=job.training, device=device)
         stage.hold(plan.held_by_rank[0], states={}, age=0)
-        dataset = load_dataset(JOB.data, objective=model.objective, seed=0, cache_directory=Path())
-        evaluation = load_evaluation(JOB, dataset, model=model, cache_directory=Path())
+        dataset = load_dataset(job.data, objective=model.objective, seed=0, cache_directory=Path())
+        evaluation = load_evaluation(job, dataset, model=model, cache_directory=Path())
         assert evaluation is not None
         context = RankContext(
             stage=stage,
             links=links,
-            layout=vector_layout(JOB, NUM_LAYERS),
+            layout=vector_layout(job, NUM_LAYERS),
             pulse=Pulse(),
             lease_s=3.0,
-            resilience=JOB.resilience,
+            resilience=job.resilience,
         )
         yield lambda: Evaluator(evaluation, plan, context=context, comm=HostComm(links, device))
+
+
+def test_parts_that_the_user_has_put_into_eval_are_so_after_an_evaluation() -> None:
+    """Their dropout was on from then on; what was in train mode is so again."""
+    model = replace(JOB.model, target="helpers.user_models:frozen_in_eval")
+    with evaluator_on(LateDevice(), replace(JOB, model=model)) as make:
+        evaluator = make()
+        evaluator.run(2)
+
+    flags = {
+        layer: {module.training for module in held.module.modules() if module is not held.module}
+        for layer, held in evaluator._stage.layers.items()
+    }
+    assert flags == {layer: {layer not in (1, 2)} for layer in range(NUM_LAYERS)}
 
 
 def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:

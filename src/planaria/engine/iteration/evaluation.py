@@ -194,14 +194,16 @@ class Evaluator:
     @contextmanager
     def _layers_that_evaluate(self) -> Iterator[None]:
         """Has the rank's layers do what they do when they are not trained."""
-        modules = [held.module for held in self._stage.layers.values()]
+        layers = [held.module for held in self._stage.layers.values()]
+        # The user may have put some parts into eval mode for good.
+        in_training = [part for layer in layers for part in layer.modules() if part.training]
         try:
-            for module in modules:
-                module.eval()
+            for layer in layers:
+                layer.eval()
             yield
         finally:
-            for module in modules:
-                module.train()
+            for part in in_training:
+                part.training = True
 
     def _run_microbatch(self, route: Route, age: int, index: int, sums: np.ndarray) -> None:
         """Runs this rank's hops of a microbatch; writes its sums, if it ends on this rank."""
