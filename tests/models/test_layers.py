@@ -356,7 +356,7 @@ def test_a_layers_own_way_into_train_mode_is_taken(own_module: str) -> None:
     """A backbone stays in eval mode by it, and is built in train mode."""
     model = _own(f"{own_module}:_own_train")
     flags = [[m.training for m in model.materialise(n).children()] for n in range(2)]
-    own = model.materialise(0).get_submodule("0")
+    own = model.materialise(0).get_submodule("0").children()
 
     assert flags == [[True], [True]]
     assert [part.training for part in own] == [False, True]

@@ -70,7 +70,7 @@ def load_model(
         )
 
     def split(objective: str) -> SplitModel:
-        size = 0
+        size, has_learned_tokens = 0, False
         if job.model.kind == "hf":  # Own layers do not ask for it.
             size = vocabulary_size(
                 job.data,
@@ -79,12 +79,14 @@ def load_model(
                 objective=objective,
                 model=job.model,
             )
+            has_learned_tokens = job.data.tokenizer == "bpe" and has_own_tokens(job.data)
         return split_model(
             job.model,
             seed=job.training.seed,
             vocabulary_size=size,
             sequence_length=job.data.sequence_length,
             is_deterministic=job.training.deterministic,
+            has_learned_tokens=has_learned_tokens,
         )
 
     model = split("causal")
@@ -184,6 +186,7 @@ def split_model(
     vocabulary_size: int,
     sequence_length: int,
     is_deterministic: bool = True,
+    has_learned_tokens: bool = False,
 ) -> SplitModel:
     """The model of a job as layers; only shapes stay in memory.
 
@@ -194,6 +197,7 @@ def split_model(
         sequence_length: number of tokens in a sample.
         is_deterministic: whether kernels repeat their bits; else they are the fastest ones. A
             model's config may name others.
+        has_learned_tokens: see `hf_config`.
 
     Raises:
         ConfigError: the model cannot be built, or cannot be trained as a chain of layers.
@@ -212,11 +216,18 @@ def split_model(
         )
     # Importing transformers takes seconds, and jobs with user-defined layers do not need it.
     from planaria.models.hf_layers import split_hf_model
+    from planaria.models.hf_model import hf_config
 
+    config = hf_config(
+        model,
+        vocabulary_size=vocabulary_size,
+        sequence_length=sequence_length,
+        has_learned_tokens=has_learned_tokens,
+    )
     return split_hf_model(
         model,
+        config,
         seed=seed,
-        vocabulary_size=vocabulary_size,
         sequence_length=sequence_length,
         is_deterministic=is_deterministic,
     )

@@ -60,7 +60,6 @@ from planaria.models.hf_heads import HeadEntry, cheapest_entry
 from planaria.models.hf_model import (
     config_values,
     float32_names,
-    hf_config,
     inputs_of,
     meta_model,
     too_few_positions,
@@ -358,19 +357,16 @@ class HfLayers:
 
 
 def split_hf_model(
-    model: ModelConfig,
-    *,
-    seed: int,
-    vocabulary_size: int,
-    sequence_length: int,
-    is_deterministic: bool,
+    model: ModelConfig, config: Any, *, seed: int, sequence_length: int, is_deterministic: bool
 ) -> SplitModel:
     """The layers of a Hugging Face model; only their shapes stay in memory.
 
+    Args:
+        config: the result of `hf_config` for the model.
+
     Raises:
-        ConfigError: the config is wrong, or the architecture is not a chain of layers.
+        ConfigError: the architecture is not a chain of layers.
     """
-    config = hf_config(model, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
     skeleton, objective = meta_model(config, is_deterministic=is_deterministic)
     routers = _routers_with_loss(config, skeleton)
     weights = weights_on_disk(model.path, skeleton)

@@ -62,6 +62,17 @@ _FURTHER_KEYS = frozenset(
     }
 )
 
+_PADDING: Final = "pad_token_id"
+# Types whose positions are counted over all tokens that are not padding, from the number after its
+# id, so that it must have one.
+_COUNTS_FROM_PADDING: Final = frozenset(
+    {
+        *("camembert", "data2vec-text", "esm", "ibert", "luke", "roberta", "roberta-prelayernorm"),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
+_PADS_INPUTS: Final = "longformer"  # This type needs a token for it.
+
 _UNLESS_DECODER: Final = frozenset({"bert-generation"})  # Causal types that are encoders otherwise.
 # By key of a config: the values with which a token sees those after it, and the way out.
 _SEES_LATER: Final = {
@@ -75,10 +86,21 @@ _LAYER_DROP: Final = "layerdrop"
 _Z_LOSS: Final = "z_loss_coefficient"
 
 
-def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int) -> Any:
+def hf_config(
+    model: ModelConfig,
+    *,
+    vocabulary_size: int,
+    sequence_length: int,
+    has_learned_tokens: bool = False,
+) -> Any:
     """The transformers config of a job's model, checked against the job's data.
 
     The keys of `model.config` override those of config.json in `model.path`.
+
+    Args:
+        has_learned_tokens: whether planaria has learned the tokens of the data. All ids are then
+            tokens of text, so that padding has none of them, unless `model.config` names it. Of
+            bytes, the ids that models have for padding are those of control characters.
 
     Raises:
         ConfigError: a key is unknown, or a value is impossible or too small for the data.
@@ -92,6 +114,13 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
         )
     config_class = CONFIG_MAPPING[model_type]
     defaults = vars(config_class())
+    has_no_token = False
+    if has_learned_tokens and _has_padding_in_text(keys, config_class, model, vocabulary_size):
+        has_no_token = _needs_padding(config_class)
+        if has_no_token:  # Its id is -1, which torch takes for the last row.
+            keys.setdefault("vocab_size", vocabulary_size + 1)
+        else:
+            keys[_PADDING] = None
     # Data that do not say how many token ids they have leave the model its own number.
     if vocabulary_size and "vocab_size" in {*defaults, *config_class.attribute_map}:
         keys.setdefault("vocab_size", vocabulary_size)
@@ -99,19 +128,14 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
     for key in model.config:
         if key not in known:
             raise ConfigError(f"model.config.{key}", model.config[key], _nearest(key, known))
-    for key, value in defaults.items():
-        # The default of a special token is no valid token id if the vocabulary is smaller.
-        if (
-            key.endswith("_token_id")
-            and isinstance(value, int)
-            and value >= keys.get("vocab_size", value + 1)
-        ):
-            keys.setdefault(key, None)
+    keys = _unknown_tokens(keys, defaults) | keys
     try:
         config = config_class.from_dict(keys)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConfigError("model.config", dict(model.config), str(error)) from error
     config.use_cache = False
+    if has_no_token:
+        config.pad_token_id = -1  # Transformers warns of it only where it reads a config.
     if not getattr(config, "vocab_size", 1):
         remedy = "must be more than 0; without it the data set or the model says how many there are"
         raise ConfigError("model.config.vocab_size", 0, remedy)
@@ -119,6 +143,35 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
     _check_sizes(config, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
     _refuse_what_no_chain_does(config)
     return config
+
+
+def _unknown_tokens(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """None for each special token whose default is no token id, as the vocabulary is smaller."""
+    return {
+        key: None
+        for key, value in defaults.items()
+        if key.endswith("_token_id")
+        and isinstance(value, int)
+        and value >= keys.get("vocab_size", value + 1)
+    }
+
+
+def _has_padding_in_text(
+    keys: Mapping[str, Any], config_class: Any, model: ModelConfig, vocabulary_size: int
+) -> bool:
+    """Whether a token of the data has the id of padding, and the job does not name that."""
+    padding = keys.get(_PADDING, getattr(config_class(), _PADDING, None))
+    is_token = isinstance(padding, int) and 0 <= padding < vocabulary_size
+    return is_token and _PADDING not in model.config and config_class.model_type != _PADS_INPUTS
+
+
+def _needs_padding(config_class: Any) -> bool:
+    """Whether a type cannot be without an id of padding."""
+    try:
+        config_class(**{_PADDING: None})
+    except StrictDataclassError:
+        return True
+    return config_class.model_type in _COUNTS_FROM_PADDING
 
 
 def meta_model(config: Any, *, is_deterministic: bool) -> tuple[Any, str]:

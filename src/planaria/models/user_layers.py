@@ -110,7 +110,7 @@ def _float32_names(layer_name: str, module: nn.Module) -> Iterator[str]:
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    kept = set()
+    kept: set[int] = set()
     for path, part in module.named_modules():
         given = getattr(part, "float32_names", ())
         if not isinstance(given, list | tuple | set | frozenset):

@@ -29,6 +29,7 @@ from planaria.errors import CheckpointError, ConfigError
 from planaria.models.hf_adapters import is_adapter, merge_adapters, name_without_adapters
 from planaria.models.layers import SplitModel
 
+_OF_TOKENS = ("pad_token_id", "vocab_size")  # Keys of configs of transformers.
 _TIED = "tie_word_embeddings"  # Key of configs of transformers.
 
 
@@ -121,7 +122,7 @@ def whole_model(
         remedy = "the job's model.path is no directory here; say where it is now by --model-path"
         raise ConfigError("model.path", path, remedy)
     facts = replace(facts, model=replace(facts.model, path=path))
-    split = _split(facts)
+    split = _split(facts, manifest)
     if split.num_layers != len(manifest.layers):
         raise CheckpointError(
             f"{where} has {len(manifest.layers)} layers, and its model has {split.num_layers}; "
@@ -140,7 +141,8 @@ def export_whole(model: WholeModel, output: Path) -> tuple[str, ...]:
     assert model.adapters is Adapters.MERGED
     plain, target = model.split, new_directory(output)
     if model.has_adapters:
-        plain = _split(replace(model.facts, model=replace(model.facts.model, lora={})))
+        facts = replace(model.facts, model=replace(model.facts.model, lora={}))
+        plain = _split(facts, model.manifest)
     config: dict[str, Any] = dict(plain.config)
     head = model.split.num_layers - 1
     if config.get(_TIED) and any(map(is_adapter, model.split.parameter_shapes(head))):
@@ -154,9 +156,12 @@ def export_whole(model: WholeModel, output: Path) -> tuple[str, ...]:
     return names + copy_companions(model.facts.model.path, target)
 
 
-def _split(facts: ModelFacts) -> SplitModel:
+def _split(facts: ModelFacts, manifest: Manifest) -> SplitModel:
+    config = manifest.job.get("config") or {}
+    # What the job's tokenizer has made of them; a save of an older planaria may have other values.
+    kept = {key: config[key] for key in _OF_TOKENS if key in config}
     return split_model(
-        facts.model,
+        replace(facts.model, config={**facts.model.config, **kept}),
         seed=facts.training.seed,
         vocabulary_size=facts.vocabulary_size,
         sequence_length=facts.sequence_length,
