@@ -106,7 +106,7 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
     proposal = _timely_proposal(rules, state, event, staying, now_s)
-    event, best = proposal.event, proposal.best
+    event, best, as_it_is = proposal.event, proposal.best, proposal.as_it_is
     waiting = tuple(node for node in waiting if node not in event.joined)
     state = replace(state, search=replace(state.search, last_situation=situation, waiting=waiting))
     is_asked_for = bool(slow or joining or leaving)
@@ -114,11 +114,9 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
         if not is_asked_for or is_told:
             return state, ()
         text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
-        warning = Warned(text=text, undrained=leaving)
-        return without_drains(state), (Notify(warning),)
+        return without_drains(state), (Notify(Warned(text=text, undrained=leaving)),)
     placed = tuple(node for node in joining if node in best.after.nodes)
     still_slow = tuple(node for node in slow if node in speeds)
-    as_it_is = proposal.as_it_is
     if not placed and not leaving and not is_worthwhile(rules, proposal.candidates, as_it_is):
         if joining or not still_slow or is_told:
             return state, ()
