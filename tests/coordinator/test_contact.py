@@ -117,6 +117,11 @@ class Head:
         for node in nodes:
             self.leadership.on_disconnect(node, self.lines[node])
 
+    @property
+    def events(self) -> list[Queued]:
+        """The events that were queued so far."""
+        return self._effects.events
+
     async def lost_nodes(self) -> list[int]:
         """The nodes that are taken for lost so far, once the leases were looked at."""
         await self._store.expire()
@@ -358,6 +363,19 @@ def test_on_the_heads_machine_a_closed_connection_is_a_lost_node_at_once() -> No
         assert sorted(await head.lost_nodes()) == [0, 1, 1, 2, 3]
 
     play(run, patience_s=0.0)
+
+
+def test_all_that_members_had_time_for_begins_anew_after_a_silence_without_a_tick() -> None:
+    """A link to a lost node was broken for a whole lease before that node's lease ended, which had
+    begun anew: a node in good health was taken for the one that others could not reach."""
+
+    async def run(head: Head, clock: Clock) -> None:
+        clock.now_s += 4 * BEAT_S
+        await head.beat(0)
+
+        assert Tick(is_cut_off=True) in head.events
+
+    play(run, patience_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(("silence_s", "is_cut_off"), [(BEAT_S, False), (3 * BEAT_S, True)])

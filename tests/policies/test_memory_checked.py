@@ -145,3 +145,22 @@ def test_no_answer_is_followed_by_a_plan_that_does_not_fit() -> None:
 
     args = large.before, cluster, NodesLost((0,), 0), prices(fitted)
     assert MemoryChecked(policy, fitted).propose(*args) == (single,)
+
+
+def test_the_only_plan_that_fits_is_taken_though_it_relies_on_distrusted_nodes() -> None:
+    """Machines that lack memory fail, so they are distrusted. The job went on with the plan that
+    had lacked memory, again and again."""
+    found = example_catalog(4, n0=2, f=1)
+    plan, single = plan_of(found, (2, 2)), plan_of(found, (4,))
+    limit_bytes = max(map(max, stage_peaks(found.problem, single)))
+    profile = replace(found.problem.profile, device_memory_bytes=limit_bytes)
+    problem = replace(found.problem, profile=profile)
+    assert not has_room(problem, plan)
+    fitted = rebuilt_catalog(problem, found.templates, {**found.plans, 4: single})
+    cluster = survivors(plan, (), epoch=1)
+    nodes = tuple(replace(node, is_trusted=node.node not in (0, 3)) for node in cluster.nodes)
+
+    args = plan, replace(cluster, nodes=nodes), NodesLost((), 0), prices(found)
+    answers = MemoryChecked(Fixed(()), fitted).propose(*args)
+    assert answers
+    assert all(has_room(problem, answer.after) for answer in answers)

@@ -109,6 +109,9 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
         (62901, "reinstantiate"),
         (75878, "reroute"),
         (714459, "morph"),
+        (306189, "morph"),
+        (302495, "repartition"),
+        (308887, "reroute"),
     ],
 )
 def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None:
@@ -124,7 +127,8 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     worker that ended once it had answered, of whom two coordinators in a row had no time to hear;
     seconds of older iterations that were given to nodes without work; a head that was cut off as
     soon as other nodes had taken the places of all members; a job that stopped for want of nodes
-    though some waited, because a link had broken before.
+    though some waited, because a link had broken before; a node that was evicted for a lost one,
+    after a silence of all; the only plan that fits, on machines that had lacked memory.
     And where it was the simulation that was wrong: a job that begins again late needs time until
     its end, and so does one whose messages take half a second; a layer whose state has not come is
     not held; nodes end themselves where no coordinator could answer them for two leases; what was

@@ -263,6 +263,8 @@ class Leadership(Generic[Agent]):
             self._contact.hear_other(node)
             return
         heard = self._contact.hear(node, leased=self._logbook.leased_nodes, request=request)
+        if heard.pardoned:  # No tick may have come in the silence, which excuses more than leases.
+            self._effects.queue(Tick(is_cut_off=True))
         for other in heard.pardoned:
             await self._logbook.renew(other)
             self._note_renewed(other)

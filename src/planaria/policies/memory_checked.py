@@ -3,7 +3,8 @@
 A stage that ran out of memory needs more than was estimated. When its estimate is raised
 (coordinator/learning/memory_estimates.py), the templates are made anew, but policies keep pipelines
 that lost no node. Answers that no longer fit are dropped here. If none of those that were found
-ahead is left, the policy is asked itself; if none of these is left, all pipelines are made anew.
+ahead is left, the policy is asked itself; if none of these is left, all pipelines are made anew, on
+distrusted nodes, too, if need be.
 """
 
 from dataclasses import dataclass, replace
@@ -47,9 +48,11 @@ class MemoryChecked:
         if not fitting and isinstance(self.policy, Lookup) and proposed and proposed[0].is_foreseen:
             unforeseen = replace(self.policy, foreseen=ForeseenAnswers())
             fitting = self._fitting_answers(unforeseen.propose(plan, cluster, event, prices))
-        if not fitting:
-            new_pipelines = Reinstantiate(self.catalog).propose(plan, cluster, event, prices)
-            fitting = self._fitting_answers(new_pipelines)
+        # Machines that lacked memory are distrusted. Answers that rely on them are dropped where
+        # there are others, also if none but these fit.
+        for among in (cluster, _trusting(cluster)) if not fitting else ():
+            new_pipelines = Reinstantiate(self.catalog).propose(plan, among, event, prices)
+            fitting = fitting or self._fitting_answers(new_pipelines)
         return fitting or proposed
 
     def _fitting_answers(self, transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:
@@ -61,6 +64,15 @@ class MemoryChecked:
             if has_room(problem, transition.after)
             and (transition.then is None or has_room(problem, transition.then.after))
         )
+
+
+def _trusting(cluster: ClusterState) -> ClusterState:
+    """The members, all of which are trusted."""
+    nodes, leaving = (
+        tuple(replace(node, is_trusted=True) for node in nodes)
+        for nodes in (cluster.nodes, cluster.leaving)
+    )
+    return replace(cluster, nodes=nodes, leaving=leaving)
 
 
 def has_room(problem: Problem, plan: Plan) -> bool:
