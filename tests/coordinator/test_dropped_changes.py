@@ -91,6 +91,25 @@ def test_a_node_leaves_with_a_change_that_was_under_way_if_there_is_time(
     assert sorted(t.layer for t in moved) == list(range(NUM_LAYERS))
 
 
+def test_what_a_dropped_change_has_cost_is_told_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes had joined without a byte where all their layers had come before."""
+    made = lasting(rules(bandwidth_bytes_per_s=8.0), monkeypatch)
+    cluster = training(made, shaped_plan((1, 1, 1), 6))
+    begin_long_join(cluster, 3)
+    assert cluster.state.change is not None
+    change = replace(cluster.state.change, received_bytes=700, pause_s=0.5)
+    cluster.state = replace(cluster.state, change=change)
+    cluster.hear(DrainRequested(node=0))
+    train_on(cluster, 2 * NUM_LAYERS - 1)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert changed.received_bytes >= 700
+    assert changed.pause_s >= 0.5
+    assert (cluster.state.search.dropped_bytes, cluster.state.search.dropped_s) == (0, 0.0)
+
+
 def test_a_change_goes_on_for_a_node_that_is_kept_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

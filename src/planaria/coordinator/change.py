@@ -134,7 +134,13 @@ def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
             rules, state, proposal.cluster, event, now_s, is_foreseen=best.is_foreseen
         ),
     )
-    return _record_switch(replace(state, change=change))
+    return _record_switch(replace(state, change=_with_dropped(state, change)))
+
+
+def _with_dropped(state: JobState, change: Change) -> Change:
+    """The change with what those have moved that were dropped before it."""
+    search = state.search
+    return replace(change, pause_s=search.dropped_s, received_bytes=search.dropped_bytes)
 
 
 def _situation(rules: Rules, state: JobState, now_s: float) -> Situation:
@@ -472,6 +478,7 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     if state.plan.silent or change.waves:
         return replace(state, change=change), ()
     transition = change.transition
+    planned_bytes = sum(t.num_bytes for transfers in transition.rounds for t in transfers)
     notice = Changed(
         epoch=state.epoch,
         kinds=dict(change.kinds),
@@ -482,7 +489,7 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
         plan=state.plan,
         predicted_s=transition.iteration_s,
         predicted_pause_s=transition.downtime_s,
-        transfer_bytes=sum(t.num_bytes for transfers in transition.rounds for t in transfers),
+        transfer_bytes=planned_bytes + state.search.dropped_bytes,
         received_bytes=change.received_bytes,
         asked_s=change.began_s,
         pause_s=change.pause_s,
@@ -500,7 +507,7 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     state = replace(
         state,
         change=None,
-        search=replace(state.search, is_plan_searched=is_searched),
+        search=replace(state.search, is_plan_searched=is_searched, dropped_s=0.0, dropped_bytes=0),
         membership=replace(state.membership, tolerance=tolerance),
     )
     return state, (Notify(notice),)
@@ -521,7 +528,13 @@ def order_next_switch(rules: Rules, state: JobState, now_s: float) -> Step:
     if is_first or state.stop.is_requested or commits.ends:
         return state, ()
     if _is_overtaken(rules, state, change, now_s):
-        search = replace(state.search, last_situation=None, waiting=state.workless)
+        search = replace(
+            state.search,
+            last_situation=None,
+            waiting=state.workless,
+            dropped_s=change.pause_s,
+            dropped_bytes=change.received_bytes,
+        )
         return replace(state, change=None, search=search), ()
     return _record_switch(state)
 

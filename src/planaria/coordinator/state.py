@@ -291,6 +291,9 @@ class PlanSearch(msgspec.Struct, frozen=True, kw_only=True):
             begin no other one unless nodes join or leave. Losses do not clear it.
         waiting: members that had no work when a change was dropped, a drain was refused, or this
             coordinator began. They count as joining nodes when a change is next looked for.
+        dropped_s: seconds for which changes paused training that were dropped since the last one
+            that was finished. The next one counts them as its own.
+        dropped_bytes: bytes of layers that moved in these changes.
     """
 
     last_situation: Situation | None = None
@@ -298,6 +301,8 @@ class PlanSearch(msgspec.Struct, frozen=True, kw_only=True):
     searched_epoch: int = -1
     short_of_memory: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    dropped_s: float = 0.0
+    dropped_bytes: int = 0
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
