@@ -123,20 +123,22 @@ def _first_fits(loads: list[Load], *, iteration_s: float, prices: Prices) -> lis
     filled: list[Load] = []
     first_open: dict[tuple[bool, str, int], int] = {}
     waves: list[int] = []
+
+    def has_room(wave: int, load: Load) -> bool:
+        return busiest_s(load, prices, beside=filled[wave]) <= limits_s[wave]
+
+    def is_full(wave: int, direction: tuple[bool, str, int]) -> bool:
+        least = smallest[direction].items()
+        return not any(has_room(wave, {direction: {kind: size}}) for kind, size in least)
+
     for load in loads:
         wave = max(first_open.get(direction, 0) for direction in load)
-        while wave < len(filled):
-            if busiest_s(load, prices, beside=filled[wave]) <= limits_s[wave]:
-                break
+        while wave < len(filled) and not has_room(wave, load):
             for direction in load:
-                if first_open.get(direction, 0) == wave and all(
-                    busiest_s({direction: {kind: num_bytes}}, prices, beside=filled[wave])
-                    > limits_s[wave]
-                    for kind, num_bytes in smallest[direction].items()
-                ):
+                if first_open.get(direction, 0) == wave and is_full(wave, direction):
                     first_open[direction] = wave + 1
             wave += 1
-        else:
+        if wave == len(filled):
             filled.append({})
             limits_s.append(max(iteration_s, busiest_s(load, prices)))
         for direction, on_kinds in load.items():

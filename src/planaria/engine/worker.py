@@ -555,7 +555,7 @@ class Worker:
 
     def _tell_iteration(self, done: act.TellIteration) -> None:
         """Reports the results of an iteration, and its time and memory."""
-        executor, vector = self._current_executor(), done.vector
+        executor, vector, age = self._current_executor(), done.vector, done.iteration + done.ends
         before_s, self._iteration_end_s = self._iteration_end_s, self._links.timekeeper.now_s()
         received_bytes, self._received_bytes = self._received_bytes, 0
         self._control.send(
@@ -580,7 +580,7 @@ class Worker:
                 spans=self._spans if self._spec.trace else (),
                 began_s=executor.start_s,
                 receptions=self._links.take_receptions(),
-                evaluated=self._evaluation.take_results(done.iteration) if self._evaluation else (),
+                evaluated=self._evaluation.take_results(age) if self._evaluation else (),
             )
         )
 

@@ -43,16 +43,19 @@ class MemoryChecked:
         If nothing fits, all answers of the other policy are returned: the node may have more memory
         than is known.
         """
+        anew = Reinstantiate(self.catalog)
         proposed = self.policy.propose(plan, cluster, event, prices)
         fitting = self._fitting_answers(proposed)
         if not fitting and isinstance(self.policy, Lookup) and proposed and proposed[0].is_foreseen:
             unforeseen = replace(self.policy, foreseen=ForeseenAnswers())
             fitting = self._fitting_answers(unforeseen.propose(plan, cluster, event, prices))
-        # Machines that lacked memory are distrusted. Answers that rely on them are dropped where
-        # there are others, also if none but these fit.
-        for among in (cluster, _trusting(cluster)) if not fitting else ():
-            new_pipelines = Reinstantiate(self.catalog).propose(plan, among, event, prices)
-            fitting = fitting or self._fitting_answers(new_pipelines)
+        if not fitting:
+            fitting = self._fitting_answers(anew.propose(plan, cluster, event, prices))
+        if not fitting:
+            # Machines that lacked memory are distrusted. Answers that rely on them are dropped
+            # where there are others, also if none but these fit.
+            trusting = _trusting(cluster)
+            fitting = self._fitting_answers(anew.propose(plan, trusting, event, prices))
         return fitting or proposed
 
     def _fitting_answers(self, transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:

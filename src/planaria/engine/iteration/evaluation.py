@@ -60,10 +60,13 @@ class Evaluation:
     name: str
     untold: dict[int, Evaluated] = field(default_factory=dict)
 
-    def take_results(self, iteration: int) -> tuple[Evaluated, ...]:
-        """Takes the results from before and right after an iteration, in order."""
-        ages = sorted(age for age in self.untold if age <= iteration + 1)
-        return tuple(self.untold.pop(age) for age in ages)
+    def take_results(self, age: int) -> tuple[Evaluated, ...]:
+        """Takes the results up to an age, in order.
+
+        Later ones may be from before all ranks went back, and are found anew.
+        """
+        ages = sorted(known for known in self.untold if known <= age)
+        return tuple(self.untold.pop(known) for known in ages)
 
     @contextmanager
     def name_samples(self, age: int, index: int) -> Iterator[None]:
