@@ -11,25 +11,46 @@ from helpers.hf_models import FALCON
 from helpers.jobs import tiny_job
 from helpers.preparing import preparation
 from helpers.saved_datasets import saved_dataset
-from planaria.core.job import DataConfig, EvaluationConfig, ModelConfig
+from planaria.core.job import DataConfig, EvaluationConfig, JobConfig, ModelConfig
+from planaria.core.plan import ModelProfile
 
 CONFIG = GPT2Config(vocab_size=256, n_layer=2, n_embd=16, n_head=2, n_positions=32)
 NOTE = "tokens of planaria's own (data.tokenizer = 'bytes')"
 
 
+@pytest.fixture
+def gpt2_job(tmp_path: Path) -> JobConfig:
+    """A job with a text of its own: to gather the library's prose takes seconds."""
+    (tmp_path / "words").write_text("the snow fell, and was sold\n" * 60)
+    data = DataConfig(path=str(tmp_path / "words"), sequence_length=4)
+    return replace(tiny_job("gpt2", tmp_path), data=data)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> ModelProfile:
+    """The profile of that job, for tests of something else than what is measured."""
+    directory = tmp_path_factory.mktemp("profile")
+    data = saved_dataset(directory, {"input_ids": [[1] * 4] * 40})
+    measured = preparation(replace(tiny_job("gpt2", directory), data=data), directory).profile
+    assert measured is not None
+    return measured
+
+
 @pytest.mark.parametrize(("column", "is_told"), [("", True), ("text", True), ("input_ids", False)])
-def test_text_for_a_model_with_weights_is_told(column: str, is_told: bool, tmp_path: Path) -> None:
+def test_text_for_a_model_with_weights_is_told(
+    column: str, is_told: bool, gpt2_job: JobConfig, tmp_path: Path
+) -> None:
     """Its embeddings stand for the tokens of another tokenizer, and the loss falls all the same."""
     columns: dict[str, list[Any]] = {
         "text": ["some words of a text"] * 30,
         "input_ids": [[1, 2, 3, 4]] * 30,
     }
-    data = DataConfig(sequence_length=4)
+    data = gpt2_job.data
     if column:
         data = saved_dataset(tmp_path, {column: columns[column]})
     GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path / "model")
     model = ModelConfig(path=str(tmp_path / "model"))
-    job = replace(tiny_job("gpt2", tmp_path), model=model, data=data)
+    job = replace(gpt2_job, model=model, data=data)
 
     told = preparation(job, tmp_path)
 
@@ -77,12 +98,11 @@ def test_an_error_without_a_text_is_told_with_its_place(tmp_path: Path) -> None:
     assert "mistaken_models.py" in told.traceback
 
 
-def test_a_model_that_begins_anew_learns_any_tokens(tmp_path: Path) -> None:
+def test_a_model_that_begins_anew_learns_any_tokens(gpt2_job: JobConfig, tmp_path: Path) -> None:
     """Also if its config is that of a directory."""
     CONFIG.save_pretrained(tmp_path / "model")
     for path in ("", str(tmp_path / "model")):
-        job = tiny_job("gpt2", tmp_path)
-        job = replace(job, model=ModelConfig(path=path) if path else job.model)
+        job = replace(gpt2_job, model=ModelConfig(path=path) if path else gpt2_job.model)
         told = preparation(job, tmp_path)
 
         assert told.mistake is None
@@ -91,11 +111,11 @@ def test_a_model_that_begins_anew_learns_any_tokens(tmp_path: Path) -> None:
 
 
 def test_layers_that_refuse_selective_checkpointing_do_so_with_a_given_profile(
-    tmp_path: Path,
+    gpt2_job: JobConfig, tmp_path: Path
 ) -> None:
     """Falcon divides a product in place, which torch does not see: its gradients were wrong."""
     config = {"model_type": "falcon", **FALCON, "attn_implementation": "eager"}
-    job = replace(tiny_job("gpt2", tmp_path), model=ModelConfig(config=config))
+    job = replace(gpt2_job, model=ModelConfig(config=config))
     measured = preparation(job, tmp_path).profile
     training = replace(job.training, activation_checkpointing="selective")
 
@@ -118,7 +138,7 @@ def test_layers_that_refuse_selective_checkpointing_do_so_with_a_given_profile(
     ],
 )
 def test_tokens_beyond_the_sequence_length_are_told(
-    lengths: list[int], padded: int, words: str, tmp_path: Path
+    lengths: list[int], padded: int, words: str, profile: ModelProfile, tmp_path: Path
 ) -> None:
     """The default of 128 left out nine tenths of rows of 1,280 without a word."""
     columns = {
@@ -127,7 +147,8 @@ def test_tokens_beyond_the_sequence_length_are_told(
     }
     data = saved_dataset(tmp_path, columns)
 
-    told = preparation(replace(tiny_job("gpt2", tmp_path), data=data), tmp_path)
+    job = replace(tiny_job("gpt2", tmp_path), data=data)
+    told = preparation(job, tmp_path, profile=profile)
 
     assert told.mistake is None
     notes = "\n".join(told.notes)
@@ -136,15 +157,18 @@ def test_tokens_beyond_the_sequence_length_are_told(
     assert ("data.path" in notes) == bool(words)
 
 
-def test_tokens_of_held_out_rows_that_are_left_out_are_told(tmp_path: Path) -> None:
+def test_tokens_of_held_out_rows_that_are_left_out_are_told(
+    profile: ModelProfile, tmp_path: Path
+) -> None:
     """The loss that is shown is that of the first tokens alone."""
     short = saved_dataset(tmp_path / "short", {"input_ids": [[1] * 4] * 40})
     long = saved_dataset(tmp_path / "long", {"input_ids": [[1] * 16] * 40})
     job = replace(tiny_job("gpt2", tmp_path), data=short)
     evaluation = EvaluationConfig(every=1, path=long.path)
 
-    told = preparation(replace(job, evaluation=evaluation), tmp_path)
-    untold = preparation(replace(job, evaluation=replace(evaluation, every=0)), tmp_path)
+    told = preparation(replace(job, evaluation=evaluation), tmp_path, profile=profile)
+    never = replace(job, evaluation=replace(evaluation, every=0))
+    untold = preparation(never, tmp_path, profile=profile)
 
     assert told.mistake is untold.mistake is None
     (note,) = (note for note in told.notes if "left out" in note)
@@ -152,10 +176,12 @@ def test_tokens_of_held_out_rows_that_are_left_out_are_told(tmp_path: Path) -> N
     assert "left out" not in "\n".join(untold.notes)
 
 
-def test_columns_of_token_ids_that_nothing_is_made_of_are_told(tmp_path: Path) -> None:
+def test_columns_of_token_ids_that_nothing_is_made_of_are_told(
+    profile: ModelProfile, tmp_path: Path
+) -> None:
     """A user may expect them to count, as in other trainers."""
     rows: dict[str, list[Any]] = {
-        "input_ids": [[1, 2, 3, 4]] * 40,
+        "input_ids": [[1] * 4] * 40,
         "position_ids": [[*range(4)]] * 40,
     }
     few = saved_dataset(tmp_path / "few", rows)
@@ -163,10 +189,9 @@ def test_columns_of_token_ids_that_nothing_is_made_of_are_told(tmp_path: Path) -
     job = replace(tiny_job("gpt2", tmp_path), data=many)
     evaluation = EvaluationConfig(every=1, path=few.path)
 
-    told = preparation(replace(job, evaluation=evaluation), tmp_path)
-    others = preparation(
-        replace(job, data=few, evaluation=replace(evaluation, path=many.path)), tmp_path
-    )
+    told = preparation(replace(job, evaluation=evaluation), tmp_path, profile=profile)
+    job = replace(job, data=few, evaluation=replace(evaluation, path=many.path))
+    others = preparation(job, tmp_path, profile=profile)
 
     assert told.mistake is others.mistake is None
     for key, notes in (("data.path", told.notes), ("evaluation.path", others.notes)):
@@ -195,13 +220,13 @@ def test_a_learned_tokenizer_is_kept_beside_the_saves(can_be_kept: bool, tmp_pat
     )
     job = replace(tiny_job("gpt2", tmp_path), data=data)
     saves = Path(job.checkpoint.directory)
-    preparation(job, tmp_path)
+    first = preparation(job, tmp_path)
     assert not list(saves.glob("tokenizer-*"))
     if not can_be_kept:
         saves.parent.mkdir(parents=True, exist_ok=True)
         saves.write_text("no directory")
 
-    prepared = preparation(job, tmp_path, keeps_tokenizer=True)
+    prepared = preparation(job, tmp_path, profile=first.profile, keeps_tokenizer=True)
 
     assert prepared.mistake is None
     if can_be_kept:

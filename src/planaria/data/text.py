@@ -19,6 +19,7 @@ tokens alone, so the targets of a batch are counted without drawing masks.
 
 import ast
 import fcntl
+import gc
 import importlib.util
 import os
 import secrets
@@ -557,7 +558,7 @@ def _prose() -> Iterator[bytes]:
 
 def _docstrings(source: bytes) -> Iterator[bytes]:
     # Expressions are most of a tree and hold no docstrings; skipping them halves the time.
-    nodes: list[ast.AST] = [ast.parse(source)]
+    nodes: list[ast.AST] = [_tree(source)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -566,3 +567,17 @@ def _docstrings(source: bytes) -> Iterator[bytes]:
                 yield f"{text}\n\n".encode()
         inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
         nodes += reversed(inside)
+
+
+def _tree(source: bytes) -> ast.Module:
+    """The tree of a module.
+
+    Of all its nodes none is garbage, and looking for some takes a third of the time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        if collects:
+            gc.enable()
