@@ -225,6 +225,18 @@ def test_functions_of_layers_are_called_for_the_layer_that_is_wanted(
     assert not torch.equal(first, one.get_parameter("2.weight"))
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="here a GPU's seed is set at once")
+def test_without_an_accelerator_a_seed_takes_no_stack(
+    own_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch took three, for devices that never came; that took longer than to draw the layer."""
+    monkeypatch.setattr(sys.modules[__name__], "_factories", lambda: [nn.ReLU, nn.ReLU])
+    split = _own(f"{own_module}:_factories")
+    monkeypatch.setattr("traceback.format_stack", pytest.fail)
+
+    split.materialise(1)
+
+
 def test_a_loss_beside_the_layers_is_the_loss(own_module: str) -> None:
     """Without one, class numbers have cross entropy and other targets are refused."""
     output, targets = torch.ones(2, 3), torch.zeros(2, 3)

@@ -114,6 +114,7 @@ def test_split_backwards_have_the_bits_of_whole_ones(
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_an_order_that_was_looked_for_has_the_bits_of_any_other(
     server: ForkServer, tmp_path: Path
 ) -> None:

@@ -29,7 +29,8 @@ from planaria.planner.recomputation import least_kept_profile
 
 SIZES = (1, 2, 4, 5, 6, 7, 9)
 SHAPES = [shape for size in SIZES for shape in shapes(size) if shape != (1,)]
-SAMPLE = [((2, 3), "selective"), ((9,), "full")]
+SAMPLE = [((2, 3), "selective"), pytest.param((9,), "full", marks=pytest.mark.long)]
+QUICK = {"gpt2", "llama", "sequential"}  # Families that are tried every time.
 
 _single: dict[str, tuple[str, str]] = {}
 
@@ -64,8 +65,8 @@ def test_any_shape_gives_the_bits_of_one_process(
 
 @pytest.mark.parametrize(
     "family",
-    [  # Qwen2 is a variant of Llama; test_oracle.py has BERT.
-        pytest.param(family, marks=pytest.mark.long if family in {"qwen2", "bert"} else ())
+    [  # Qwen2 is a variant of Llama; test_oracle.py has BERT, and test_prefetch.py the encoder.
+        pytest.param(family, marks=() if family in QUICK else pytest.mark.long)
         for family in FAMILIES
     ],
 )
@@ -133,7 +134,8 @@ def test_the_seed_reaches_parameters_order_and_dropout(server: ForkServer, tmp_p
     assert digests(train_shape(job, (1, 2), server)) != _expected("gpt2", server, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_devices_in_a_node_give_the_same_bits(
     dtype: str, server: ForkServer, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_five_nodes_die_and_three_come(adaptive: Run) -> None:
     assert result.report.final.nodes == (2, 5, 7, 8)
 
 
+@pytest.mark.long
 def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
     server: ForkServer, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def traced(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trai
     return job.train(trace=True, injections=specs, server=server)
 
 
+@pytest.mark.long
 def test_each_traced_iteration_stands_beside_the_prediction_of_its_own_plan(
     traced: TrainingResult,
 ) -> None:

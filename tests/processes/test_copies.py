@@ -101,8 +101,9 @@ def test_all_live_holders_of_a_layer_are_lost(
     assert event.redone_samples <= 2 * job.training.global_batch_size
 
 
-@pytest.mark.parametrize("place", ["late", pytest.param("cpu", marks=pytest.mark.long)])
-@pytest.mark.parametrize("fault", ["kill", pytest.param("crash", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["late", "cpu"])
+@pytest.mark.parametrize("fault", ["kill", "crash"])
 def test_copies_that_go_from_device_to_device(
     fault: str,
     place: str,
@@ -190,6 +191,7 @@ def test_copies_are_made_anew_for_those_who_are_left(run: Run, holders: tuple[in
     assert [event.kind for event in recoveries(result)] == ["kill", "kill", "crash"]
 
 
+@pytest.mark.long
 def test_the_coordinator_is_killed_meanwhile(run: Run, holders: tuple[int, ...]) -> None:
     """The one after it finds on record that all go back, or decides so itself."""
     lost = ",".join(map(str, holders))
@@ -216,10 +218,8 @@ def test_whenever_copies_go(
     assert digests(result) == baseline_digests(server, ITERATIONS)
 
 
-@pytest.mark.parametrize(
-    ("copies", "every"),
-    [(3, 1), *(pytest.param(k, n, marks=pytest.mark.long) for k, n in ((2, "auto"), (3, 4)))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("copies", "every"), [(3, 1), (2, "auto"), (3, 4)])
 def test_copies_that_are_dealt_beforehand(
     copies: int, every: Any, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
 ) -> None:

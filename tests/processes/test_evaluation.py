@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.jobs import digests, shaped_plan, tiny_job, train_shape
+from helpers.jobs import digests, shaped_plan, tiny_job, train_shape, with_profile
 from helpers.left_runs import NoteDisplay
 from helpers.user_models import points, sequential
 from planaria.checkpoint.disk.tiers import tier_of
@@ -66,8 +66,8 @@ class Noted(Callbacks):
         self.has_ended = True
 
 
-def _job(directory: Path, family: str = "sequential", nodes: int = 3) -> JobConfig:
-    job = tiny_job(family, directory, iterations=ITERATIONS)
+def _job(directory: Path, server: ForkServer, nodes: int = 3) -> JobConfig:
+    job = with_profile(tiny_job("sequential", directory, iterations=ITERATIONS), server)
     # Else a node may be the only one that holds a layer.
     resilience = replace(job.resilience, failures_tolerated=min(1, nodes - 1))
     return replace(job, cluster=replace(job.cluster, nodes=nodes), resilience=resilience)
@@ -97,8 +97,8 @@ def test_an_evaluation_changes_no_bit_and_gives_the_numbers_of_plain_torch(
 ) -> None:
     """Without dropout, over two unequal pipelines; the last iteration has one, too."""
     torch.set_num_threads(1)
-    plain = train_shape(_job(tmp_path / "plain"), (1, 2), server)
-    job = replace(_job(tmp_path / "evaluated"), evaluation=EVALUATION)
+    plain = train_shape(_job(tmp_path / "plain", server), (1, 2), server)
+    job = replace(_job(tmp_path / "evaluated", server), evaluation=EVALUATION)
     noted = Noted()
     evaluated = Job(job).train(
         plan=shaped_plan((1, 2), job.num_microbatches), server=server, callbacks=[noted]
@@ -121,14 +121,15 @@ def test_an_evaluation_changes_no_bit_and_gives_the_numbers_of_plain_torch(
     assert ("save", ITERATIONS) in noted.calls
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_an_evaluation_costs_nothing_of_it(
     server: ForkServer, strike_file: Path, tmp_path: Path
 ) -> None:
     """It is done again after the recovery, with the same numbers; and a node is killed later."""
-    job = replace(_job(tmp_path / "whole"), evaluation=EVALUATION)
+    job = replace(_job(tmp_path / "whole", server), evaluation=EVALUATION)
     whole = Job(job).train(server=server).report
     strike_file.touch()
-    job = replace(_job(tmp_path / "killed"), evaluation=EVALUATION)
+    job = replace(_job(tmp_path / "killed", server), evaluation=EVALUATION)
     killed = Job(job).train(server=server, injections=[parse_injection("kill:1@3")]).report
 
     assert not strike_file.exists()
@@ -149,7 +150,7 @@ def test_the_last_evaluation_is_missed_in_words(
     config = replace(EVALUATION, every=ITERATIONS)
     strike_file.touch()
     display = NoteDisplay(lambda _: None)
-    job = Job(replace(_job(tmp_path), evaluation=config))
+    job = Job(replace(_job(tmp_path, server), evaluation=config))
     report = job.run(server=server, display=display).report
 
     assert not strike_file.exists()
@@ -167,7 +168,7 @@ def odd(output: Tensor, _: Tensor) -> float:
 def test_a_number_that_is_none_costs_nothing(server: ForkServer, tmp_path: Path) -> None:
     """JSON cannot say it: the agents took the message for a forged one, and killed all workers."""
     evaluation = replace(EVALUATION, metrics={"odd": "processes.test_evaluation:odd"})
-    job = replace(_job(tmp_path, nodes=2), evaluation=evaluation)
+    job = replace(_job(tmp_path, server, nodes=2), evaluation=evaluation)
 
     report = Job(job).train(server=server).report
 
@@ -183,7 +184,7 @@ def _stopped(result: TrainingResult) -> tuple[int, bool]:
 def test_training_ends_early_and_is_saved(server: ForkServer, tmp_path: Path) -> None:
     """If a callback says so; it is no run that was interrupted."""
     evaluation = replace(EVALUATION, metrics={}, every=1)
-    job = replace(_job(tmp_path / "called", nodes=1), evaluation=evaluation)
+    job = replace(_job(tmp_path / "called", server, nodes=1), evaluation=evaluation)
     job = replace(job, training=replace(job.training, iterations=400))
 
     result = Job(job).train(server=server, callbacks=[noted := Noted(stops_at=2)])
@@ -212,7 +213,7 @@ def wrong_points() -> _Wrong:
     return _Wrong()
 
 
-def _impatient(directory: Path) -> JobConfig:
+def _impatient(directory: Path, server: ForkServer) -> JobConfig:
     evaluation = EvaluationConfig(
         every=2,
         target="processes.test_evaluation:wrong_points",
@@ -220,7 +221,7 @@ def _impatient(directory: Path) -> JobConfig:
         patience=2,
         metrics={"accuracy": "processes.test_evaluation:accuracy"},
     )
-    job = replace(_job(directory), evaluation=evaluation)
+    job = replace(_job(directory, server), evaluation=evaluation)
     checkpoint = replace(job.checkpoint, persist_every=3)
     training = replace(job.training, iterations=400, learning_rate=0.01)
     return replace(job, training=training, checkpoint=checkpoint)
@@ -242,12 +243,12 @@ def test_patience_ends_training_after_the_same_iteration_whatever_is_lost(
     server: ForkServer, strike_file: Path, tmp_path: Path
 ) -> None:
     """Also of a job that was killed as a whole, and goes on from a save between evaluations."""
-    result = Job(_impatient(tmp_path / "whole")).train(server=server)
+    result = Job(_impatient(tmp_path / "whole", server)).train(server=server)
     strike_file.touch()  # A rank is killed in the first evaluation.
-    killed = Job(_impatient(tmp_path / "killed")).train(
+    killed = Job(_impatient(tmp_path / "killed", server)).train(
         server=server, injections=[parse_injection("kill:1@6")]
     )
-    job = _impatient(tmp_path / "resumed")
+    job = _impatient(tmp_path / "resumed", server)
     training = replace(job.training, iterations=5)
     Job(replace(job, training=training)).train(server=server)
     resumed = Job(job).train(server=server, resume=True)

@@ -30,6 +30,7 @@ def contents(directory: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_a_node_that_goes_on_after_its_eviction_ends_itself_and_says_so(
     server: ForkServer, tmp_path: Path
 ) -> None:

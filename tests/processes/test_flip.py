@@ -76,6 +76,7 @@ def test_a_bit_that_flips_after_the_last_iteration_is_not_saved(outvoted: Outvot
     assert result.report.final.nodes == (1, 2, 3, 4, 5)
 
 
+@pytest.mark.long
 def test_the_masters_of_a_bfloat16_job_are_compared(server: ForkServer, tmp_path: Path) -> None:
     """They are what is stepped and saved."""
     config = tiny_job(FAMILY, tmp_path / "run", dtype="bfloat16")
@@ -92,6 +93,7 @@ def test_the_masters_of_a_bfloat16_job_are_compared(server: ForkServer, tmp_path
     assert digests(result) == digests(calm)
 
 
+@pytest.mark.long
 def test_holders_agree_in_fast_mode_too(server: ForkServer, tmp_path: Path) -> None:
     """Sums in float32 depend on the plan, but all holders get the same one: the guard finds the
     bit that is flipped, and no other."""
@@ -112,7 +114,8 @@ AT_THE_SAME_TIME = [
 ]
 
 
-@pytest.mark.parametrize("specs", long_but_the_first(AT_THE_SAME_TIME))
+@pytest.mark.long
+@pytest.mark.parametrize("specs", AT_THE_SAME_TIME)
 def test_the_coordinator_may_be_killed_at_the_same_time(
     specs: tuple[str, ...], outvoted: Outvoted
 ) -> None:

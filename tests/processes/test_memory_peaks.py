@@ -69,6 +69,7 @@ def test_the_peaks_of_each_iteration_are_in_both_pictures(traced: TrainingResult
     assert drawn.count("KiB predicted") == 5
 
 
+@pytest.mark.long
 def test_a_job_that_is_not_traced_does_not_count(server: ForkServer, tmp_path: Path) -> None:
     """It has resident memory alone to tell."""
     overrides = [f'checkpoint.directory="{tmp_path}"', "training.iterations=2"]

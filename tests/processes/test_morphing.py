@@ -69,6 +69,7 @@ def test_all_go_back_to_the_newest_save(specs: tuple[str, ...], morph: Run) -> N
     assert len(pids) == 6
 
 
+@pytest.mark.long
 def test_without_a_save_all_begin_anew(morph: Run) -> None:
     """The seed tells the first state, so the job redoes all that it has done, and loses nothing."""
     result = morph("kill:3@2", every=0)
@@ -87,7 +88,8 @@ def test_a_layer_without_a_live_holder_is_on_disk(morph: Run) -> None:
     assert len(result.report.final.nodes) == 2
 
 
-@pytest.mark.parametrize("step", long_but_the_first(["decide", "transfer"]))
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["decide", "transfer"])
 def test_losses_in_a_recovery_and_after_it(step: str, morph: Run) -> None:
     """The second loss strikes in the recovery of iteration 4, which goes back to 3; the third in
     what is redone."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.jobs import digests, tiny_job, train_shape
+from helpers.jobs import digests, tiny_job, train_shape, with_profile
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.job.training_job import Job
@@ -49,7 +49,7 @@ def test_samples_that_are_loaded_ahead_are_the_same(
     """With padding and a collate function, and of text; also after the loss of a node."""
     alone = train_shape(_job(tmp_path / "alone", family, 0, iterations=4), (1,), server)
     ahead = train_shape(_job(tmp_path / "ahead", family, 2, iterations=4), (1, 2), server)
-    job = _job(tmp_path / "struck", family, 1, iterations=4)
+    job = with_profile(_job(tmp_path / "struck", family, 1, iterations=4), server)
     resilience = replace(job.resilience, failures_tolerated=1)  # Else one node may hold a layer.
     job = replace(job, cluster=replace(job.cluster, nodes=3), resilience=resilience)
     struck = Job(job).train(server=server, injections=[parse_injection("kill:1@2.backward")])
@@ -62,7 +62,7 @@ def test_a_rank_whose_loaders_are_killed_loads_for_itself(
 ) -> None:
     """Nothing waits for them."""
     alone = train_shape(_job(tmp_path / "alone", "sequential", 0, iterations=6), (1,), server)
-    job = _job(tmp_path / "killed", "sequential", 1, iterations=6)
+    job = with_profile(_job(tmp_path / "killed", "sequential", 1, iterations=6), server)
 
     killed = Job(job).train(server=server, callbacks=[kills := KillsLoaders()])
 

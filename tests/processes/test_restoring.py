@@ -75,6 +75,7 @@ def test_several_holders_send_a_layer_and_the_bits_are_those_of_a_run_in_peace(
     assert event.transfer_bytes == sum(transfer.num_bytes for transfer in expected)
 
 
+@pytest.mark.long
 def test_the_naive_ways_keep_the_bits_and_move_more(
     server: ForkServer, tmp_path: Path, calm: tuple[str, str]
 ) -> None:

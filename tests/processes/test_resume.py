@@ -45,7 +45,7 @@ def _copy(job: JobConfig, version: str, directory: Path) -> JobConfig:
     [
         ("1-0", (1,)),
         pytest.param("3-0", (4,), marks=pytest.mark.long),
-        ("4-0", (1, 2, 4)),
+        pytest.param("4-0", (1, 2, 4), marks=pytest.mark.long),
         pytest.param("5-0", (2, 3), marks=pytest.mark.long),
     ],
 )

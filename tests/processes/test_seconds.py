@@ -40,7 +40,7 @@ def check(result: TrainingResult, categories: set[str]) -> None:
         ),
         pytest.param("leader:@4", "reinstantiate", "", marks=LONG),
         ("kill:1@4.backward leader:@4.decide", "reinstantiate", "redo detect decide restart"),
-        ("kill:1@4.backward", "morph", "redo detect decide idle"),
+        pytest.param("kill:1@4.backward", "morph", "redo detect decide idle", marks=LONG),
     ],
 )
 def test_a_category_has_seconds_where_it_should(

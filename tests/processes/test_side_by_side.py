@@ -19,6 +19,7 @@ SMALL = (
 SETTINGS = (*SMALL, "checkpoint.directory=checkpoints", "training.iterations=1_000_000_000")
 
 
+@pytest.mark.long
 def test_the_second_job_in_a_directory_is_refused_and_the_first_goes_on(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

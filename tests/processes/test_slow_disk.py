@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.chaos import events_besides_load, long_but_the_first
-from helpers.jobs import tiny_job
+from helpers.jobs import tiny_job, with_profile
 from helpers.slow_leader import LINK_S
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.job.training_job import Job
@@ -33,7 +33,7 @@ def test_a_manifest_that_takes_longer_than_a_lease_costs_nothing_else(
         )
 
     monkeypatch.setattr(Forker, "spawn", spawn)
-    job = tiny_job("sequential", tmp_path, iterations=6)
+    job = with_profile(tiny_job("sequential", tmp_path, iterations=6), server)
     job = replace(
         job,
         checkpoint=replace(job.checkpoint, persist_every=3, keep=keep),

@@ -153,6 +153,7 @@ def test_too_few_are_left_and_a_machine_is_waited_for(server: ForkServer, tmp_pa
     assert result.report.final.nodes == (0, 2)
 
 
+@pytest.mark.long
 def test_too_few_are_left_and_no_machine_comes(server: ForkServer, tmp_path: Path) -> None:
     """The newest save that is whole is named, and the job goes on from it when nodes are back."""
     config = standing_by(tmp_path, server, iterations=SHORT)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from helpers.chaos import long_but_the_first
-from helpers.jobs import tiny_job
+from helpers.jobs import tiny_job, with_profile
 from helpers.striking_models import Strike
 from planaria.errors import ConfigError, TrainingError
 from planaria.job.training_job import Job, SilentDisplay, TrainingResult
@@ -33,27 +33,27 @@ class _Striking(SilentDisplay):
 
 def job(
     directory: Path,
+    server: ForkServer,
     *,
     num_nodes: int = 3,
     failures_tolerated: int = 1,
     data: str = "helpers.striking_models:points",
 ) -> Job:
     config = tiny_job("sequential", directory, iterations=ITERATIONS)
-    return Job(
-        replace(
-            config,
-            model=replace(config.model, target="helpers.striking_models:sequential"),
-            data=replace(config.data, target=data),
-            resilience=replace(config.resilience, failures_tolerated=failures_tolerated),
-            cluster=replace(config.cluster, nodes=num_nodes),
-        )
+    config = replace(
+        config,
+        model=replace(config.model, target="helpers.striking_models:sequential"),
+        data=replace(config.data, target=data),
+        resilience=replace(config.resilience, failures_tolerated=failures_tolerated),
+        cluster=replace(config.cluster, nodes=num_nodes),
     )
+    return Job(with_profile(config, server))
 
 
 @pytest.fixture(scope="module")
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     """The job in peace."""
-    return job(tmp_path_factory.mktemp("calm")).train(server=server)
+    return job(tmp_path_factory.mktemp("calm"), server).train(server=server)
 
 
 def crashes(result: TrainingResult) -> list[EventRecord]:
@@ -72,7 +72,7 @@ def test_a_node_that_runs_out_of_memory_once_ends_nothing(
 ) -> None:
     """As Python tells it, and as torch does where the kernel refuses."""
     strike = msgspec.convert({"what": what, "times": 1}, Strike)
-    result = job(tmp_path).run(server=server, display=_Striking(strike_file, strike))
+    result = job(tmp_path, server).run(server=server, display=_Striking(strike_file, strike))
 
     assert_as_calm(result, calm)
     (event,) = crashes(result)
@@ -89,7 +89,7 @@ def test_data_that_one_node_cannot_read_evict_it(
 ) -> None:
     """After three times; the others train what is left, with the same bits."""
     strike = Strike(what="unreadable", place="data")
-    result = job(tmp_path).run(server=server, display=_Striking(strike_file, strike))
+    result = job(tmp_path, server).run(server=server, display=_Striking(strike_file, strike))
 
     assert_as_calm(result, calm)
     *first, last = crashes(result)
@@ -106,7 +106,7 @@ def test_a_worker_that_sees_other_data_than_the_job_began_with_trains_nothing(
 ) -> None:
     """Its numbers would be those of other samples. Those that live keep to the length that was."""
     strike = Strike(what="memory", times=1)
-    growing = job(tmp_path, data="helpers.striking_models:growing_points")
+    growing = job(tmp_path, server, data="helpers.striking_models:growing_points")
     result = growing.run(server=server, display=_Striking(strike_file, strike))
 
     assert_as_calm(result, calm)
@@ -121,7 +121,7 @@ def test_a_node_with_bus_errors_is_evicted(
 ) -> None:
     """Its memory or a mapped file is at fault, nobody's code."""
     strike = Strike(what="bus")
-    result = job(tmp_path).run(server=server, display=_Striking(strike_file, strike))
+    result = job(tmp_path, server).run(server=server, display=_Striking(strike_file, strike))
 
     assert_as_calm(result, calm)
     events = crashes(result)
@@ -153,7 +153,7 @@ def test_what_raises_everywhere_ends_the_job_saved(
     """With the traceback; mended, the job goes on where it was, and ends with the same bits."""
     told = {"what": what, "place": place, "is_everywhere": True}
     strike = msgspec.convert(told, Strike)
-    struck = job(tmp_path)
+    struck = job(tmp_path, server)
     result = struck.run(server=server, display=_Striking(strike_file, strike))
 
     assert isinstance(result.error, TrainingError)
@@ -180,6 +180,7 @@ def test_a_malformed_sample_in_the_middle_of_training_costs_nothing_that_was_tra
     holds alone, and the job goes on from it."""
     spoilt = job(
         tmp_path,
+        server,
         num_nodes=num_nodes,
         failures_tolerated=failures_tolerated,
         data="helpers.striking_models:spoilt_points",

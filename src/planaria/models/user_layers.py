@@ -232,13 +232,25 @@ def _draw_from(seed: int) -> Iterator[None]:
     before = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            _seed_torch(seed)
             np.random.seed(seed & 0xFFFFFFFF)
             random.seed(seed)
             yield
     finally:
         np.random.set_state(before[0])
         random.setstate(before[1])
+
+
+def _seed_torch(seed: int) -> None:
+    """Seeds torch's generators, on processors and on accelerators if there are any.
+
+    Without accelerators `torch.manual_seed` takes a stack of calls for each kind of them, and so
+    longer than to draw a small layer.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def _call(function: Callable[[], object], *, target: str) -> tuple[list[LayerItem], LossFunction]:
