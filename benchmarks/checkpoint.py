@@ -49,7 +49,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.arena_file import arena_fd
 from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
 from planaria.checkpoint.memory.retrieval import receive_copy, send_copy
 from planaria.checkpoint.memory.stream import Copier, CopyPlan

@@ -12,7 +12,7 @@ import pytest
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import TIMEOUT_S, TOKEN, link_ranks, wait_until
 from helpers.strategies import layer_profile, model_profile
-from planaria.checkpoint.memory.arena import arena_fd
+from planaria.checkpoint.memory.arena_file import arena_fd
 from planaria.core.copies import IdleSpan, IdleSpans, Label, LayerCopy
 from planaria.core.job import CheckpointConfig
 from planaria.core.messages import StartEpoch

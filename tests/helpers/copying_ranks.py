@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from helpers.linked_ranks import TIMEOUT_S
-from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.arena_file import arena_fd
 from planaria.checkpoint.memory.filling import Fill, HostCopy, fill_alone, no_device
 from planaria.checkpoint.memory.landing import DevicePath
 from planaria.checkpoint.memory.stream import Copier, CopyPlan

@@ -39,7 +39,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.memory.arena import arena_fd
+from planaria.checkpoint.memory.arena_file import arena_fd
 from planaria.core.clock_offsets import ClockOffset
 from planaria.core.messages import (
     Fact,

@@ -2,8 +2,8 @@
 
 There is one keeper for each directory. The first rank that asks for it starts it in a session of
 its own, so it outlives the ranks and the program that restarts them. A slot is a rank's place on
-the node (LOCAL_RANK). The keeper makes a file in memory (arena.py) for each slot, and hands its
-descriptor to the rank that asks over a socket in that directory. It ends when it is told to, or
+the node (LOCAL_RANK). The keeper makes a file in memory (arena_file.py) for each slot, and hands
+its descriptor to the rank that asks over a socket in that directory. It ends when it is told to, or
 when nobody has been connected for a while. If a keeper was killed or its socket was removed, the
 ranks that hold its slots hand their files to another keeper. A rank that lives can adopt the slots
 of ranks that have died.
@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.memory.arena import arena_fd
+from planaria.checkpoint.memory.arena_file import arena_fd
 from planaria.errors import CheckpointError
 
 START_TIMEOUT_S: Final = 60.0

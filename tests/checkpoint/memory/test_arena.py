@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from helpers.linked_ranks import TIMEOUT_S, in_threads, wait_until
-from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.arena_file import arena_fd
 from planaria.checkpoint.memory.version import Version, hash_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError

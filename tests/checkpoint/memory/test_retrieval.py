@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from helpers.linked_ranks import TIMEOUT_S, link_ranks
-from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.arena_file import arena_fd
 from planaria.checkpoint.memory.filling import fill_alone
 from planaria.checkpoint.memory.retrieval import receive_copy, send_copy
 from planaria.checkpoint.memory.version import Bytes, Version

@@ -26,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from planaria.checkpoint.memory.arena_file import TABLE_BYTES
 from planaria.checkpoint.memory.room import available_bytes
 from planaria.checkpoint.memory.version import (
     HASH_BYTES,
@@ -41,20 +42,12 @@ _ENTRY: Final = struct.Struct("=QQqqqQQQQQ16sq")  # The first word, the state, i
 _STATE: Final = struct.Struct("=Q")
 _ENTRY_BYTES: Final = 128
 _FREE, _WRITING, _WHOLE = 0, 1, 2
-_TABLE_BYTES: Final = 1 << 18
 # An extent is used again if it is at most so many times as large as needed: the number of hashes,
 # and with it the size, differs from version to version.
 _SLACK: Final = 1.125
 _SPARE: Final = 32  # Memory is reserved with 1/32 more, for hashes and for rough sizes.
 # Memory is reserved in pieces; after each one it may turn out that no more is needed.
 _PIECE_BYTES: Final = 1 << 24
-
-
-def arena_fd() -> int:
-    """The descriptor of a new, empty file in memory for the copies that a rank keeps."""
-    fd = os.memfd_create("planaria-copies")
-    os.ftruncate(fd, _TABLE_BYTES)
-    return fd
 
 
 class Arena:
@@ -73,7 +66,7 @@ class Arena:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._changed = threading.Condition()  # Guards all that follows.
-        self._table = mmap.mmap(fd, _TABLE_BYTES)
+        self._table = mmap.mmap(fd, TABLE_BYTES)
         self._end = os.fstat(fd).st_size
         self._entries: dict[int, TableEntry] = {}
         self._maps: dict[int, mmap.mmap] = {}  # By the offset of an extent.
@@ -280,7 +273,7 @@ class Arena:
         return next((e for e in entries if (e.state, e.layer, e.label) == wanted), None)
 
     def _free_index(self) -> int:
-        for index in range(_TABLE_BYTES // _ENTRY_BYTES):
+        for index in range(TABLE_BYTES // _ENTRY_BYTES):
             if index not in self._entries:
                 return index
         raise CheckpointError(f"a rank can keep at most {len(self._entries)} copies of layers")
@@ -372,7 +365,7 @@ class Arena:
 
     def _punch_gaps(self) -> None:
         """Gives back memory outside of all versions, which a killed process may have left."""
-        begin = _TABLE_BYTES
+        begin = TABLE_BYTES
         for offset, capacity in (*self._extents(), (self._end, 0)):
             self._punch(begin, offset - begin)
             begin = offset + capacity
