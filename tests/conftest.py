@@ -20,6 +20,10 @@ FAMILY_MODULES = tuple(
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
 
+# Torch's threads would wait for each other in busy loops, which several workers and what they start
+# have no processors for. Processes of planaria have one thread each, too (forkserver.py).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("busy", deadline=None)  # No example is wrong because a machine is busy.
 settings.load_profile("busy")
 
