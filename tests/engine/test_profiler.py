@@ -131,8 +131,13 @@ def test_checkpointing_keeps_the_input_alone_and_pays_a_forward(tmp_path: Path) 
 
 def test_selective_checkpointing_keeps_matrix_products_and_the_input(tmp_path: Path) -> None:
     """By hand for a block of GPT-2 with eager attention, float32: 2 samples of L tokens."""
+    (tmp_path / "words").write_text("the snow fell, and was sold\n" * 60)
     job = tiny_job("gpt2", tmp_path)
-    job = replace(job, training=replace(job.training, activation_checkpointing="selective"))
+    job = replace(
+        job,
+        data=replace(job.data, path=str(tmp_path / "words")),
+        training=replace(job.training, activation_checkpointing="selective"),
+    )
     block = _profile(job, tmp_path).layers[1]
     config = job.model.config
     length, width, heads = job.data.sequence_length, config["n_embd"], config["n_head"]

@@ -1,6 +1,7 @@
 """Job files: what is read from them, and what is said about each mistake in them."""
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import nan
@@ -451,9 +452,9 @@ def test_a_global_batch_that_will_not_do_is_told_the_nearest_sizes_that_do(
     named = caught.value.remedy.partition(":")[2]
     sizes = [int(word) for word in named.split() if word.isdigit()]
     works = range((failures + 1) * microbatch, (1 << 16) * microbatch + 1, microbatch)
-    above = [size for size in works if size > batch][:1]
-    below = [size for size in works if size < batch][-1:]
-    assert sizes == below + above
+    above = works[bisect_right(works, batch) :][:1]
+    below = works[: bisect_left(works, batch)][-1:]
+    assert sizes == [*below, *above]
     assert all(job(size).training.global_batch_size == size for size in sizes)
 
 
