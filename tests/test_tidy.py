@@ -10,11 +10,12 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from helpers.source_files import FUNCTIONS, File, outline
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,42 +109,6 @@ MARKERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.<>])/(home|root|work)/")
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """One Python file; `module` is its dotted name if it lies in src, else empty."""
-
-    path: str
-    module: str
-    source: str
-
-    @property
-    def tree(self) -> ast.Module:
-        return _parsed(self.source)
-
-    @property
-    def nodes(self) -> tuple[ast.AST, ...]:
-        """All nodes of the tree."""
-        return _walked(self.source)
-
-    @property
-    def part(self) -> str:
-        """The top-level module or folder."""
-        parts = self.module.split(".")
-        return parts[1] if len(parts) > 1 else parts[0]
-
-
-@lru_cache(maxsize=1)
-def _parsed(source: str) -> ast.Module:
-    """The tree of a source, which all rules look at in turn."""
-    return ast.parse(source)
-
-
-@lru_cache(maxsize=1)
-def _walked(source: str) -> tuple[ast.AST, ...]:
-    """The nodes of a source, which takes longer to list than to look at."""
-    return tuple(ast.walk(_parsed(source)))
-
-
 Problem = tuple[int, str]
 Rule = Callable[[File], Iterator[Problem]]
 
@@ -156,7 +121,7 @@ def layers(file: File) -> Iterator[Problem]:
     if own is None:
         yield 1, f"{file.part} has no layer; add it to LEVELS in tests/test_tidy.py"
         return
-    for line, name in _imports(file):
+    for line, name in outline(file).imports:
         if name.startswith("."):
             yield line, f"relative import {name}; write the whole name"
         if name.split(".")[0] != "planaria":
@@ -174,7 +139,7 @@ def torch_is_apart(file: File) -> Iterator[Problem]:
     """Only these folders may know what a tensor is."""
     if not file.module or file.part in KNOW_TORCH:
         return
-    for line, name in _imports(file):
+    for line, name in outline(file).imports:
         if name.split(".")[0] in TORCH or name.startswith("safetensors.torch"):
             yield line, f"imports {name}; use bytes or numpy, or move it to {sorted(KNOW_TORCH)}"
 
@@ -184,14 +149,13 @@ def purity(file: File) -> Iterator[Problem]:
     level = _level(file.part) if file.module else None
     if level is None or level >= WALL:
         return
-    for line, name in _imports(file):
+    for line, name in outline(file).imports:
         if name.split(".")[0] in ACTING:
             yield line, f"pure code imports {name}; take what it gives as an argument"
         if re.fullmatch(r"random\.(?!Random$)\w+|numpy\.random\.[a-z]\w*", name):
             yield line, f"pure code imports {name}; take rng as an argument"
-    for node in file.nodes:
-        if isinstance(node, ast.Call):
-            yield from _impure_call(node)
+    for call in file.nodes(ast.Call):
+        yield from _impure_call(call)
 
 
 def _impure_call(call: ast.Call) -> Iterator[Problem]:
@@ -209,13 +173,13 @@ def sizes(file: File) -> Iterator[Problem]:
     lines = file.source.splitlines()
     if len(lines) > LINES_MAX:
         yield LINES_MAX + 1, f"{len(lines)} lines, {LINES_MAX} are allowed; split the file by idea"
-    for node in file.nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > FUNCTION_LINES_MAX:
-                yield node.lineno, f"{node.name} has {length} lines, {FUNCTION_LINES_MAX} allowed"
-        if isinstance(node, ast.ClassDef) and file.module and node.name not in PUBLIC_CONSTRUCTORS:
-            yield from _long_constructors(node)
+    for node in file.nodes(*FUNCTIONS):
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length > FUNCTION_LINES_MAX:
+            yield node.lineno, f"{node.name} has {length} lines, {FUNCTION_LINES_MAX} allowed"
+    for made in file.nodes(ast.ClassDef):
+        if file.module and made.name not in PUBLIC_CONSTRUCTORS:
+            yield from _long_constructors(made)
     for number, text in enumerate(lines, start=1):
         if len(text) > COLUMNS_MAX:
             yield number, f"{len(text)} columns, {COLUMNS_MAX} are allowed; break the line"
@@ -237,16 +201,15 @@ def speech(file: File) -> Iterator[Problem]:
     if not file.module or file.part in {"cli", "show"}:
         return
     allowed = {inner for block in _main_blocks(file.tree) for inner in ast.walk(block)}
-    for node in file.nodes:
-        if isinstance(node, ast.Call) and node not in allowed and ast.unparse(node.func) == "print":
-            yield node.lineno, "prints; return the text, or log it"
+    for call in file.nodes(ast.Call):
+        is_print = isinstance(call.func, ast.Name) and call.func.id == "print"
+        if is_print and call not in allowed:
+            yield call.lineno, "prints; return the text, or log it"
 
 
 def handlers(file: File) -> Iterator[Problem]:
     """No bare except, and no handler that does nothing."""
-    for node in file.nodes:
-        if not isinstance(node, ast.ExceptHandler):
-            continue
+    for node in file.nodes(ast.ExceptHandler):
         if node.type is None:
             yield node.lineno, "bare except; name the exception that is expected"
         if all(isinstance(inner, ast.Pass) or _is_ellipsis(inner) for inner in node.body):
@@ -255,11 +218,12 @@ def handlers(file: File) -> Iterator[Problem]:
 
 def leftovers(file: File) -> Iterator[Problem]:
     """No notes of unfinished work and no path of one machine."""
-    for number, text in enumerate(file.source.splitlines(), start=1):
-        if MARKERS.search(text):
-            yield number, "notes unfinished work; finish it or open an issue"
-        if MACHINE_PATH.search(text):
-            yield number, "names a path of one machine; use a relative one, or tmp_path in tests"
+    for pattern, problem in (
+        (MARKERS, "notes unfinished work; finish it or open an issue"),
+        (MACHINE_PATH, "names a path of one machine; use a relative one, or tmp_path in tests"),
+    ):
+        for match in pattern.finditer(file.source):
+            yield file.source.count("\n", 0, match.start()) + 1, problem
 
 
 def packages(file: File) -> Iterator[Problem]:
@@ -279,12 +243,11 @@ def sentences(file: File) -> Iterator[Problem]:
     """No docstring, and no entry of Args or Attributes, begins with a preposition."""
     if not file.module:
         return
-    for node in file.nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                line = 1 if isinstance(node, ast.Module) else node.lineno
-                yield from ((line, problem) for problem in _fragments(text))
+    for node in (file.tree, *file.nodes(ast.ClassDef), *file.nodes(*FUNCTIONS)):
+        text = ast.get_docstring(node)
+        if text:
+            line = 1 if isinstance(node, ast.Module) else node.lineno
+            yield from ((line, problem) for problem in _fragments(text))
 
 
 def _fragments(docstring: str) -> Iterator[str]:
@@ -311,17 +274,17 @@ def verbs(file: File) -> Iterator[Problem]:
     """No function is a bare participle: it acts or returns something. Locals are nouns."""
     if not file.module:
         return
-    for node in file.nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if any(ast.unparse(mark) == "property" for mark in node.decorator_list):
-                continue  # It is read as a field.
-            words = node.name.strip("_").split("_")
-            others = [word for word in words if word not in PARTICLES]
-            is_phrase = words[0] in {"on", "with", "without"}
-            if others and not is_phrase and all(_is_participle(word) for word in others):
-                yield node.lineno, f"{node.name} is a participle; name what it does or returns"
-        elif isinstance(node, ast.Name) and node.id in {"one", "found", "told"}:
-            yield node.lineno, f"{node.id} names nothing; take a noun"
+    for node in file.nodes(*FUNCTIONS):
+        if any(ast.unparse(mark) == "property" for mark in node.decorator_list):
+            continue  # It is read as a field.
+        words = node.name.strip("_").split("_")
+        others = [word for word in words if word not in PARTICLES]
+        is_phrase = words[0] in {"on", "with", "without"}
+        if others and not is_phrase and all(_is_participle(word) for word in others):
+            yield node.lineno, f"{node.name} is a participle; name what it does or returns"
+    for local in file.nodes(ast.Name):
+        if local.id in {"one", "found", "told"}:
+            yield local.lineno, f"{local.id} names nothing; take a noun"
 
 
 def _is_participle(word: str) -> bool:
@@ -337,19 +300,6 @@ RULES: tuple[Rule, ...] = (
 
 def _level(part: str) -> int | None:
     return next((index for index, level in enumerate(LEVELS) if part in level), None)
-
-
-def _imports(file: File) -> Iterator[Problem]:
-    """Line and dotted name of every import, also of those inside functions.
-
-    `from a import b` gives a.b, because b may be a module.
-    """
-    for node in file.nodes:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
 def _main_blocks(tree: ast.Module) -> Iterator[ast.If]:
@@ -397,13 +347,7 @@ def test_no_two_modules_of_tests_have_one_name() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     """One name is one thing: a reader who searches for it arrives at one place."""
-    names = Counter(
-        node.name
-        for file in _tree_files()
-        if file.module
-        for node in file.nodes
-        if isinstance(node, ast.ClassDef)
-    )
+    names = Counter(name for file in _tree_files() if file.module for name in outline(file).classes)
 
     assert [name for name, number in names.items() if number > 1] == []
 
@@ -426,7 +370,7 @@ def test_a_small_module_has_more_than_one_importer() -> None:
     files = [file for file in _tree_files() if file.module and file.source.strip()]
     importers: dict[str, set[str]] = {file.module: set() for file in files}
     for file in files:
-        for _, name in _imports(file):
+        for _, name in outline(file).imports:
             found = name if name in importers else name.rpartition(".")[0]
             importers.get(found, set()).add(file.module)
 
@@ -442,7 +386,7 @@ def test_both_workers_run_the_same_decisions() -> None:
     """What a worker decides was written twice once, and simulations proved the copy."""
     protocol = "planaria.protocol.worker_state"
     called = [
-        {name for _, name in _imports(file) if name.startswith(protocol)}
+        {name for _, name in outline(file).imports if name.startswith(protocol)}
         for file in _tree_files()
         if file.module in {"planaria.engine.worker", "planaria.simulator.modelled.worker"}
     ]
