@@ -93,8 +93,17 @@ def test_losses_per_node_do_not_depend_on_the_size_of_the_cluster() -> None:
         assert per_place == pytest.approx(167 / 32, rel=0.1), f"{num_nodes} nodes"
 
 
-@pytest.mark.parametrize("name", ["bamboo-p3", "oobleck-ec2-p3", "oobleck-ec2-g4dn"])
-@pytest.mark.parametrize("share", [0.2, 0.7])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("bamboo-p3", 0.2),
+        ("oobleck-ec2-p3", 0.2),
+        ("oobleck-ec2-g4dn", 0.7),
+        pytest.param("bamboo-p3", 0.7, marks=pytest.mark.long),
+        pytest.param("oobleck-ec2-p3", 0.7, marks=pytest.mark.long),
+        pytest.param("oobleck-ec2-g4dn", 0.2, marks=pytest.mark.long),
+    ],
+)
 def test_each_part_of_a_trace_is_as_likely(name: str, share: float) -> None:
     """Runs that began within a trace and ended there had its ends less often than its middle: 6% to
     10% more losses, or 12% fewer, than the trace."""
