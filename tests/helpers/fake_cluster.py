@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 
 import msgspec
@@ -326,7 +326,7 @@ class FakeCluster:
 
     def _note_moment(self, command: Command) -> None:
         moment = FakeCluster(self.rules, self.plan)
-        moment.nodes = deepcopy(self.nodes)
+        moment.nodes = {number: copy(node) for number, node in self.nodes.items()}
         moment.records = list(self.records)
         moment.state = self.state
         moment.progress = self.progress
