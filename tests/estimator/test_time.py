@@ -184,7 +184,7 @@ def assert_timeline_is_simulated(plan: Plan, rng: Random, seed: int) -> None:
     assert isclose(iteration_s, timeline.iteration_s), f"seed {seed}"
 
 
-@pytest.mark.parametrize("number", [300, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_timelines_of_rerouted_plans_equal_a_simulation_by_events(number: int) -> None:
     """Links that queue, reductions that wait for each other, dozens of ranks."""
     varieties: Counter[str] = Counter()

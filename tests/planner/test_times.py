@@ -36,11 +36,12 @@ def random_templates(rng: random.Random, problem: Problem) -> list[PipelineTempl
     return found
 
 
-def test_the_time_of_a_plan_is_that_of_its_schedule() -> None:
+@pytest.mark.parametrize("number", [40, pytest.param(100, marks=pytest.mark.long)])
+def test_the_time_of_a_plan_is_that_of_its_schedule(number: int) -> None:
     """Pipelines of any depth, stages of several devices, tied parameters, float64 sums."""
     rng = random.Random(SEED)
     num_cases = 0
-    while num_cases < 100:
+    while num_cases < number:
         problem = random_problem(rng)
         templates = random_templates(rng, problem)
         if not templates:

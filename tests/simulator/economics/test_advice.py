@@ -273,7 +273,7 @@ def test_restarts_save_about_as_often_as_youngs_formula_says() -> None:
         {
             "cluster": {"nodes": 16, "profile": "llama2-7b"},
             "failures": {"per_node_hour": 3600.0 / between_s / 16, "repair_s": 1.0},
-            "run": {"hours": 400.0},
+            "run": {"hours": 200.0},
         },
         name="young",
         directory=Path(),
