@@ -10,7 +10,7 @@ from planaria.cli.simulate.advice_options import AdviceOptions, failures_table
 from planaria.errors import ConfigError
 
 SMALL = (
-    *("simulate", "--model", "gpt2", "--nodes", "4", "--failure-rate", "1/4h", "--hours", "6"),
+    *("simulate", "--model", "gpt2", "--nodes", "4", "--failure-rate", "1/4h", "--hours", "3"),
     *("--policies", "reinstantiate,morph", "--seeds", "3", "--price", "2"),
 )
 

@@ -31,11 +31,12 @@ def scenario(tmp_path: Path) -> Path:
 
 def test_a_scenario_gives_goodput_ledger_and_cost_as_json(scenario: Path) -> None:
     """Scripts read these; the ledger sums to the simulated time. The same seeds give the same bytes
-    in any number of processes."""
+    in any number of processes. The policy is one that searches little."""
     files = [scenario.with_name(name) for name in ("one.json", "two.json")]
     for number, file in enumerate(files, start=1):
         options = ("--seeds", "2", "--processes", str(number), "--json", str(file))
-        command("simulate", str(scenario), *options)
+        policy = ("--set", "job.resilience.policy=reinstantiate")
+        command("simulate", str(scenario), *options, *policy)
     result = json.loads(files[0].read_text())
 
     assert (result["version"], result["seeds"], result["versus"]) == (1, 2, {})

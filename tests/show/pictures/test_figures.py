@@ -115,6 +115,12 @@ def figure(problem: Problem, plan: Plan, *, picture: Format = "svg") -> bytes:
     return plan_figure(rebuilt_catalog(problem, {}, {}), plan, picture=picture)
 
 
+@cache
+def svg_of(name: str) -> bytes:
+    """The picture of one of `plans`, which many tests look at."""
+    return figure(*plans()[name])
+
+
 class Words(NamedTuple):
     """Text in a picture and the points that it takes, from left to right and from top to bottom."""
 
@@ -148,7 +154,7 @@ def joined(svg: bytes) -> str:
 @pytest.mark.parametrize("name", plans())
 def test_no_text_overlaps_another_or_leaves_the_page(name: str) -> None:
     """All that is measured is for this; viewers with narrower fonts are safe too."""
-    svg = figure(*plans()[name])
+    svg = svg_of(name)
     found = words_of(svg)
 
     width, height = (float(n) for n in re.findall(rb'viewBox="0 0 (\S+) (\S+)"', svg)[0])
@@ -164,7 +170,7 @@ def test_no_text_overlaps_another_or_leaves_the_page(name: str) -> None:
 @pytest.mark.parametrize("name", plans())
 def test_a_picture_is_small_enough_to_send(name: str) -> None:
     """64 stages with 768 microbatches have 98,304 boxes."""
-    size_bytes = len(figure(*plans()[name]))
+    size_bytes = len(svg_of(name))
 
     assert size_bytes < MIB_SVG_MAX * MEBIBYTE
 
@@ -189,7 +195,7 @@ def test_the_same_plan_gives_the_same_bytes_whatever_the_users_settings_are(
 
 def test_a_picture_says_what_the_plan_is() -> None:
     """Pipelines that do the same stand there once."""
-    text = joined(figure(*plans()["shared nodes"]))
+    text = joined(svg_of("shared nodes"))
 
     assert "layers\n" in text
     assert "2 nodes" in text
@@ -221,9 +227,9 @@ def test_a_name_may_hold_anything() -> None:
 
 def test_what_is_left_out_is_named() -> None:
     """A picture that leaves out something in silence is wrong."""
-    many = joined(figure(*plans()["many"])).replace("\n", " ")
-    large = joined(figure(*plans()["large"]))
-    narrow = joined(figure(*plans()["narrow"]))
+    many = joined(svg_of("many")).replace("\n", " ")
+    large = joined(svg_of("large"))
+    narrow = joined(svg_of("narrow"))
 
     assert "The stages of 1 pipeline of 9 nodes (18 microbatches), " in many
     assert "The timelines of 1 pipeline of 5 nodes (10 microbatches), " in many
@@ -282,7 +288,7 @@ def test_the_picture_has_the_iteration_that_the_command_prints(name: str) -> Non
     iteration_s = plan_iteration_s(plan, PlainTimes(problem))
     drawn, windows = windows_for(name)
 
-    svg = figure(problem, plan)
+    svg = svg_of(name)
 
     assert windows[-1].end_s == iteration_s
     assert windows[-1].place(iteration_s) == pytest.approx(PLOT_LEFT_PT + PLOT_WIDTH_PT)
