@@ -147,7 +147,7 @@ def test_a_batch_too_small_for_nodes_that_may_join_is_refused_at_the_start() -> 
     assert len(catalog.plans[13].nodes) == 13
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_foreseen_plans_are_those_of_the_plan_catalog(data: st.DataObject) -> None:
     """From all nodes down to f fewer; with more than eight failures eight numbers, 1 and f too."""

@@ -67,10 +67,11 @@ def test_the_time_of_a_plan_is_that_of_its_schedule(number: int) -> None:
         assert found == pytest.approx(expected.bubble_share, abs=1e-9), where
 
 
-def test_reductions_of_an_iteration_are_those_of_its_schedule() -> None:
+@pytest.mark.parametrize("number", [12, pytest.param(30, marks=pytest.mark.long)])
+def test_reductions_of_an_iteration_are_those_of_its_schedule(number: int) -> None:
     """When each of them starts and ends; in the iteration's time they are only the last ones."""
     rng = random.Random(SEED)
-    for case in range(30):
+    for case in range(number):
         problem = random_problem(rng)
         templates = random_templates(rng, problem)
         microbatches = tuple(rng.randint(1, 9) for _ in templates)

@@ -25,7 +25,6 @@ from planaria.schedule.lower import plan_schedule
 
 SEED = 20_261_121
 NUM_PIPELINES = 150
-NUM_CLUSTERS = 60
 
 
 def kinds(rng: random.Random, problem: Problem) -> list[NodeKind]:
@@ -151,11 +150,12 @@ def planned(problem: Problem, nodes: dict[int, NodeKind]) -> Plan:
     return planner.plan(nodes, min_pipelines=problem.failures_tolerated + 1, epoch=0)
 
 
-def test_plans_for_unequal_nodes_are_as_fast_as_the_fastest() -> None:
+@pytest.mark.parametrize("number", [30, pytest.param(60, marks=pytest.mark.long)])
+def test_plans_for_unequal_nodes_are_as_fast_as_the_fastest(number: int) -> None:
     """Of all pipelines, orders, partitions and batches: within 1% in 99 of 100, all within 3%."""
     rng = random.Random(SEED)
     regrets = []
-    for index in range(NUM_CLUSTERS):
+    for index in range(number):
         problem, of_kind, counts = cluster(rng)
         expected_s = least_s(problem, of_kind, counts)
         where = f"seed {SEED}, instance {index}"
@@ -174,7 +174,7 @@ def test_plans_for_unequal_nodes_are_as_fast_as_the_fastest() -> None:
         found_s = plan_iteration_s(plan, PlainTimes(problem))
         regrets.append(found_s / expected_s - 1)
         assert regrets[-1] <= 0.03, where
-    assert len(regrets) > NUM_CLUSTERS * 0.8
+    assert len(regrets) > number * 0.8
     assert np.quantile(regrets, 0.99) <= 0.01, f"seed {SEED}"
 
 
