@@ -83,7 +83,7 @@ def test_the_optimised_placement_has_the_fewest_sets_there_can_be(
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4, 5))]
 )
 def test_it_is_never_worse_than_mixed_and_within_its_limits(seed: int) -> None:
     """Of nodes that fail in ways of their own, some of them together, with more room or less."""
