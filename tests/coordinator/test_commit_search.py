@@ -112,7 +112,12 @@ class Digests:
     def _part(self, part: object) -> str:
         known = self._keys.get(id(part))
         if known is None:
-            known = self._keys[id(part)] = part, repr(key(part))
+            # Most of a node stays as well. No representation has these two characters.
+            if isinstance(part, Node) or type(part) is tuple:
+                text = f"\1{self._parts(part)}\2"
+            else:
+                text = repr(key(part))
+            known = self._keys[id(part)] = part, text
         return known[1]
 
 
