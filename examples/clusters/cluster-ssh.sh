@@ -83,8 +83,16 @@ fi
 run 0 &
 head_run=$!
 for ((rank = 1; rank < ${#hosts[@]}; rank++)); do run "$rank" & done
+# Whether bash has dropped how a process ended, because of a signal just then, and takes it
+# to run.
+is_forgotten() {
+    ! kill -0 "$1" 2> /dev/null && [[ " $(echo $(jobs -rp)) " = *" $1 "* ]]
+}
+
 trap 'is_told=yes; stop 0 || echo "the first machine cannot be told now; try again"' INT TERM HUP
-while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do :; done
+while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do
+    ! is_forgotten "$head_run" || { code=130; break; }  # It was told to end.
+done
 
 # The others end by themselves, but for those that have found no head.
 for ((second = 0; second < 20; second++)); do

@@ -4,7 +4,11 @@ import os
 import sys
 from pathlib import Path
 
-_SRUN = """\
+from planaria.cli.launch.request import IS_FORGOTTEN
+
+_SRUN = (
+    IS_FORGOTTEN
+    + """\
 # Starts the command at the end as a task for each machine, and passes SIGUSR1 on to all of them.
 command=("${@: -3}")
 pass_on() { kill -USR1 "${tasks[@]}" 2> /dev/null; }
@@ -17,11 +21,14 @@ done
 echo "$*" > "$FAKES/srun.words"
 [ -z "$was_told" ] || pass_on  # Some had not been started then.
 for task in "${tasks[@]}"; do
-    while is_told=; wait "$task"; code=$?; [ "$is_told" ]; do :; done
+    while is_told=; wait "$task"; code=$?; [ "$is_told" ]; do
+        ! is_forgotten "$task" || break
+    done
     [ "$code" -le "${worst:-0}" ] || worst=$code
 done
 exit "${worst:-0}"
 """
+)
 _SCONTROL = """\
 case $1 in
     requeue) echo "$*" >> "$FAKES/scontrol.words" ;;

@@ -225,8 +225,7 @@ def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
         for file in fakes.directory.glob("starts.*"):
             file.unlink()
         (fakes.directory / "ready").unlink(missing_ok=True)
-        # With pauses as they are: a bash that takes a signal while it begins one may hang.
-        variables = {"NUM_MACHINES": "2", "HEAD": "told", "OTHER": "0", "BASH_ENV": ""}
+        variables = {"NUM_MACHINES": "2", "HEAD": "told", "OTHER": "0"}
         script = subprocess.Popen(
             ["bash", str(CLUSTERS / "cluster.sbatch")],
             env={**fakes.environment, **variables, "SLURM_RESTART_COUNT": str(num_requeues)},

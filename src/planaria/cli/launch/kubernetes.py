@@ -8,9 +8,15 @@ policy", "Success policy".
 import json
 import math
 from collections.abc import Mapping
+from textwrap import indent
 from typing import Final
 
-from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
+from planaria.cli.launch.request import (
+    IS_FORGOTTEN,
+    AtTemplate,
+    LaunchRequest,
+    shell_command,
+)
 from planaria.cli.run_role import PORT
 
 _MANIFEST: Final = AtTemplate("""\
@@ -129,6 +135,7 @@ metadata:
           command: [bash, -c]
           args:
             - |
+              @{is_forgotten}
               # The signal may come before the line that notes the process.
               trap 'is_told=yes
                 if [ "$child" ]; then kill -TERM "$child"; else is_early=yes; fi' TERM
@@ -140,7 +147,7 @@ metadata:
                 child=$!
                 [ -z "$is_early" ] || kill -TERM "$child"
                 wait "$child"; code=$?
-                if [ "$is_told" ]; then wait "$child"; code=$?; fi
+                if [ "$is_told" ] && ! is_forgotten "$child"; then wait "$child"; code=$?; fi
                 case $JOB_COMPLETION_INDEX:$is_told:$code in
                   *:yes:* | *:130) break ;;
                   [1-9]*:75) ;;
@@ -225,6 +232,7 @@ def kubernetes_manifest(
         in_namespace=f" -n {namespace}" if namespace else "",
         namespace=f"  namespace: {_scalar(namespace)}\n" if namespace else "",
         own=_scalar(request.name),
+        is_forgotten=indent(IS_FORGOTTEN, 14 * " ").strip(),
         volume=volume or request.name,
         volume_text=_scalar(volume or request.name),
         gpu_toleration=_GPU_TOLERATION if num_devices else "",

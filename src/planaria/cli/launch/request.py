@@ -9,6 +9,15 @@ import string
 from dataclasses import dataclass
 from typing import Final
 
+# For scripts whose shell waits for a process and takes signals: bash (5.2) drops the status of a
+# process that ends just as a signal interrupts the wait, and the next wait for it never ends.
+IS_FORGOTTEN: Final = """\
+# Whether bash has dropped how a process ended, because of a signal just then, and takes it
+# to run.
+is_forgotten() {
+    ! kill -0 "$1" 2> /dev/null && [[ " $(echo $(jobs -rp)) " = *" $1 "* ]]
+}
+"""
 _COLUMNS: Final = 96
 
 

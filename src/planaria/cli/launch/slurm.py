@@ -6,7 +6,12 @@ Source: sbatch(1), srun(1), scontrol(1).
 import shlex
 from typing import Final
 
-from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
+from planaria.cli.launch.request import (
+    IS_FORGOTTEN,
+    AtTemplate,
+    LaunchRequest,
+    shell_command,
+)
 
 _SCRIPT: Final = AtTemplate("""\
 #!/bin/bash
@@ -59,6 +64,15 @@ watch_first() {
 # Whether the head has ended. It opens the file, whose size NFS may have remembered for a minute.
 has_ended() { read -r _ < "$code_file"; } 2> /dev/null
 
+@{is_forgotten}
+# Waits for a process, also where signals come meanwhile; its exit code is then in `code`. One that
+# is forgotten was told to end.
+wait_for() {
+    while is_told=; wait "$1"; code=$?; [ "$is_told" ]; do
+        ! is_forgotten "$1" || { code=130; break; }
+    done
+}
+
 # Takes a signal, which may come before the line that notes the process that it is for.
 take() {
     is_told=yes
@@ -83,7 +97,7 @@ machine() {
         @{command} &
         child=$!
         [ -z "$is_early" ] || kill -TERM "$child"
-        while is_told=; wait "$child"; code=$?; [ "$is_told" ]; do :; done
+        wait_for "$child"
         [ "$is_leaving$code" != yes143 ] || code=130  # It was told before it could listen.
         # 75: there was no head, or no process could be started. 128 and more: it was killed.
         case $code in
@@ -101,7 +115,7 @@ machine() {
     if [ "$SLURM_PROCID" = 0 ]; then echo "$code" > "$code_file"; fi
     exit "$code"
 }
-export -f pause may_queue_again watch_first has_ended take machine
+export -f pause may_queue_again watch_first has_ended is_forgotten wait_for take machine
 
 trap 'was_told=yes; take USR1 "$srun"' USR1
 srun --mem=0 --cpu-bind=none --no-kill -K0 --wait=0 --ntasks-per-node=1 --export=ALL \\
@@ -121,7 +135,8 @@ srun=$!
     kill -TERM "$srun"
 ) &
 limit=$!
-while is_told=; wait "$srun"; ended=$?; [ "$is_told" ]; do :; done
+wait_for "$srun"
+ended=$code
 kill "$limit" 2> /dev/null
 
 if [ ! -e "$code_file" ] && [ "$ended" != 0 ] && [ -z "$was_told" ]; then
@@ -169,6 +184,7 @@ def slurm_script(
     return _SCRIPT.substitute(
         job=request.job,
         name=request.name,
+        is_forgotten=IS_FORGOTTEN,
         nodes=f"{low} to {high}" if low < high else high,
         slurm_nodes=f"{low}-{high}" if low < high else high,
         more="".join(f"{line}\n" for line in more),

@@ -3,7 +3,12 @@
 import shlex
 from typing import Final
 
-from planaria.cli.launch.request import AtTemplate, LaunchRequest, shell_command
+from planaria.cli.launch.request import (
+    IS_FORGOTTEN,
+    AtTemplate,
+    LaunchRequest,
+    shell_command,
+)
 from planaria.cli.run_role import FIRST_PORT, NUM_PORTS
 from planaria.errors import ConfigError
 
@@ -91,8 +96,11 @@ fi
 run 0 &
 head_run=$!
 for ((rank = 1; rank < ${#hosts[@@]}; rank++)); do run "$rank" & done
+@{is_forgotten}
 trap 'is_told=yes; stop 0 || echo "the first machine cannot be told now; try again"' INT TERM HUP
-while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do :; done
+while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do
+    ! is_forgotten "$head_run" || { code=130; break; }  # It was told to end.
+done
 
 # The others end by themselves, but for those that have found no head.
 for ((second = 0; second < 20; second++)); do
@@ -121,6 +129,7 @@ def ssh_script(request: LaunchRequest, *, hosts_file: str, file: str) -> str:
     return _SCRIPT.substitute(
         job=request.job,
         name=request.name,
+        is_forgotten=IS_FORGOTTEN,
         file=file,
         nodes=f"{low} to {high}" if low < high else high,
         hosts=shlex.quote(hosts_file),
