@@ -25,7 +25,6 @@ Source: docs/protocol.md, "The commit vector" (C4) and "Joins".
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -368,15 +367,8 @@ def _squared_norm_of_rows(gradient: Tensor) -> Tensor:
 
 def _add_gradient(sums: Tensor, parameter: Tensor) -> None:
     """Adds the gradient of a parameter to its sums, and drops it."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if sums.is_cpu and gradient.dtype is torch.float32 and gradient.layout is torch.strided:
-        # Torch would make a copy of the gradient in float64, and numpy casts a few rows at a time.
-        total = sums.numpy()
-        with np.errstate(all="ignore"):
-            np.add(total, gradient.numpy(), out=total)
-    else:
-        sums.add_(gradient)
+    assert parameter.grad is not None
+    sums.add_(parameter.grad)
     parameter.grad = None
 
 
