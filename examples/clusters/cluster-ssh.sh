@@ -91,7 +91,8 @@ is_forgotten() {
 
 trap 'is_told=yes; stop 0 || echo "the first machine cannot be told now; try again"' INT TERM HUP
 while is_told=; wait "$head_run"; code=$?; [ "$is_told" ]; do
-    ! is_forgotten "$head_run" || { code=130; break; }  # It was told to end.
+    # It was told to end; what follows must not take it to run.
+    ! is_forgotten "$head_run" || { disown "$head_run"; code=130; break; }
 done
 
 # The others end by themselves, but for those that have found no head.

@@ -28,7 +28,7 @@ def gpt2_job(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> ModelProfile:
-    """The profile of that job, for tests of something else than what is measured."""
+    """A profile of GPT-2 on rows of the token 1, for tests that are not about what is measured."""
     directory = tmp_path_factory.mktemp("profile")
     data = saved_dataset(directory, {"input_ids": [[1] * 4] * 40})
     measured = preparation(replace(tiny_job("gpt2", directory), data=data), directory).profile
