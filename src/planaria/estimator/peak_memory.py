@@ -17,11 +17,20 @@ backward runs, one layer of a stage at a time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate, Plan, stage_layers
+from planaria.core.plan import (
+    LayerProfile,
+    ModelProfile,
+    PipelineTemplate,
+    Plan,
+    Route,
+    profile_on,
+    stage_layers,
+)
 from planaria.schedule.action import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -29,6 +38,7 @@ from planaria.schedule.action import (
     FORWARD,
     Schedule,
 )
+from planaria.schedule.routed import WORK_KINDS, RoutedWork
 
 Table = NDArray[np.int64]
 
@@ -143,6 +153,47 @@ def kept_bytes(profile: ModelProfile, schedule: Schedule, rank: int) -> int:
             kept_bytes += num_activations * activation_bytes + num_gradients * gradient_bytes
             most_bytes = max(most_bytes, kept_bytes)
     return most_bytes
+
+
+class WorkBytes:
+    """What ranks keep between forwards and backwards, for plans that have the same pipelines.
+
+    It is what `kept_bytes` computes from a schedule, to the byte, from the work alone.
+
+    Args:
+        plan: one of these plans, with any routes.
+    """
+
+    def __init__(self, profile: ModelProfile, plan: Plan) -> None:
+        self._profile, self._plan = profile, plan
+        self._changes: dict[int, tuple[Route, list[int]]] = {}  # By id of the route.
+
+    def most_kept(self, routes: Sequence[Route], work: RoutedWork) -> dict[int, int]:
+        """Peak bytes that each rank keeps, by rank."""
+        changes: list[int] = []
+        for microbatch in work.turns:
+            route = routes[microbatch]
+            known = self._changes.get(id(route))
+            if known is None:
+                known = self._changes[id(route)] = route, self._route_changes(route)
+            changes.extend(known[1])
+        return {
+            rank: max(accumulate(map(changes.__getitem__, numbers)), default=0)
+            for rank, numbers in work.by_rank.items()
+        }
+
+    def _route_changes(self, route: Route) -> list[int]:
+        """The bytes that each kind of work on each hop adds to what its rank keeps."""
+        changes = []
+        for hop in route:
+            profile = profile_on(self._profile, self._plan, hop.rank)
+            layers = profile.layers[hop.first_layer : hop.end_layer]
+            activation_bytes = sum(layer.activation_bytes for layer in layers)
+            gradient_bytes = sum(layer.output_bytes for layer in layers)
+            for kind in WORK_KINDS:
+                num_activations, num_gradients = _KEEP[kind]
+                changes.append(num_activations * activation_bytes + num_gradients * gradient_bytes)
+        return changes
 
 
 def _state_bytes(layers: Sequence[LayerProfile], num_devices: int, gradient_copies: int) -> int:

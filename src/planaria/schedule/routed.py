@@ -41,12 +41,12 @@ Differs: ReCycle solves an integer program offline for every number of failures;
 list schedule, O(actions * log(microbatches)): 1,000 stages with 128 microbatches take 2 seconds.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import lcm
-
-import msgspec
+from typing import Final, NamedTuple
 
 from planaria.core.plan import Hop, Plan, Route, Ticks
 from planaria.schedule.action import (
@@ -58,10 +58,27 @@ from planaria.schedule.action import (
     Schedule,
 )
 
-# A piece of work is 4 * the index of its visit + one of these, so older work has a lower number.
+# The kinds of work; the index of each in the order of `RoutedWork`.
+WORK_KINDS: Final = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
-_KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 _Times = tuple[int, int, int, int]  # The virtual time of each of the four.
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedWork:
+    """What each rank computes, in its order, as numbers: a search prices many plans, and half of
+    the time would go into making actions.
+
+    A visit is one hop of one microbatch. Work is 4 * the index of its visit + the index of its
+    kind in WORK_KINDS, so older work has a lower number.
+
+    Attributes:
+        turns: microbatches by turn; the visits of each follow each other in the order of its route.
+        by_rank: work of each rank of the plan, by rank.
+    """
+
+    turns: tuple[int, ...]
+    by_rank: dict[int, list[int]]
 
 
 def routed_1f1b(plan: Plan) -> Schedule:
@@ -69,106 +86,136 @@ def routed_1f1b(plan: Plan) -> Schedule:
 
     Every rank of the plan has an entry, even if no microbatch visits it.
     """
-    visits = _visits(plan)
-    ranks = {rank: _VirtualRank(limit) for rank, limit in _limits(plan).items()}
-    for index, visit in enumerate(visits):
-        if visit.action.hop == 0:
-            ranks[visit.rank].admit(index, visit)
-    _run(visits, ranks)
-    return Schedule(plan.routes, {rank: tuple(ranks[rank].order) for rank in sorted(ranks)})
+    work = routed_work(plan)
+    hops = [(m, hop) for m in work.turns for hop in range(len(plan.routes[m]))]
+    return Schedule(
+        plan.routes,
+        {
+            rank: tuple([Action(WORK_KINDS[number & 3], *hops[number >> 2]) for number in numbers])
+            for rank, numbers in work.by_rank.items()
+        },
+    )
 
 
-class _HopVisit(msgspec.Struct, frozen=True):
-    """One hop of one microbatch.
-
-    Attributes:
-        action: forward of the hop.
-        rank: rank of the hop.
-        costs: virtual time of its forward, its whole backward and both parts of it.
-        transfer_time: virtual time that the activations take from the hop before, and the gradient
-            back to it; 0 if that hop is on the same rank.
-        is_first_on_rank: whether the microbatch comes to this rank for the first time.
-        is_last: whether it is the last hop of the route.
-        backward: _BACKWARD, or _INPUT if the backward has two parts.
-        is_deferred: whether no other rank waits for its backward.
-    """
-
-    action: Action
-    rank: int
-    costs: _Times
-    transfer_time: int
-    is_first_on_rank: bool
-    is_last: bool
-    backward: int
-    is_deferred: bool
+def routed_work(plan: Plan) -> RoutedWork:
+    """The work of `routed_1f1b`, in the same order, as numbers."""
+    ranks = {rank: _VirtualRank(limit) for rank, limit in sorted(_limits(plan).items())}
+    turns = _turns(plan)
+    _run(_visits(plan, turns, ranks), list(ranks.values()))
+    return RoutedWork(tuple(turns), {rank: virtual.order for rank, virtual in ranks.items()})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _VirtualRank:
     """A rank in virtual time; the heaps hold work that could start now, oldest first.
 
     Attributes:
         limit: upper bound on the microbatches in flight.
-        order: actions that were started so far.
+        order: work that was started so far.
         in_flight_work: heap of work on microbatches that are in flight on the rank.
-        new_visits: heap of visits by microbatches that are new to the rank.
+        new_forwards: heap of the forwards of microbatches that are new to the rank.
         deferred: heap of work for which no other rank waits.
         in_flight: number of microbatches in flight.
-        is_busy: whether an action is running.
+        is_busy: whether some work is running.
     """
 
     limit: int
-    order: list[Action] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     in_flight_work: list[int] = field(default_factory=list)
-    new_visits: list[int] = field(default_factory=list)
+    new_forwards: list[int] = field(default_factory=list)
     deferred: list[int] = field(default_factory=list)
     in_flight: int = 0
     is_busy: bool = False
-
-    def admit(self, index: int, visit: _HopVisit) -> None:
-        if visit.is_first_on_rank:
-            heappush(self.new_visits, index)
-        else:
-            heappush(self.in_flight_work, 4 * index + _FORWARD)
 
     def next_work(self) -> int:
         """The work to start now; -1 if there is none."""
         if self.in_flight_work:
             return heappop(self.in_flight_work)
-        if self.new_visits and self.in_flight < self.limit:
-            self.in_flight += 1
-            return 4 * heappop(self.new_visits) + _FORWARD
+        if self.new_forwards and self.in_flight < self.limit:
+            return self.admit()
         return heappop(self.deferred) if self.deferred else -1
 
+    def admit(self) -> int:
+        """The forward of the oldest new microbatch, which is in flight from now on."""
+        self.in_flight += 1
+        return heappop(self.new_forwards)
 
-def _visits(plan: Plan) -> list[_HopVisit]:
-    """All hops of all microbatches, sorted by turn of the microbatch: a smaller index is older."""
+
+class _Visits(NamedTuple):
+    """All hops of all microbatches by turn; the lists of the first line are by visit.
+
+    Attributes:
+        ranks: rank of each visit.
+        is_entry: whether the microbatch comes to that rank for the first time.
+        onward: work that the forward makes possible: the next forward, or the backward.
+        onward_time: virtual time from the forward until then, while its output is on the way.
+        back: work that a backward makes possible at the hop before; -1: there is none.
+        back_time: virtual time from the backward until then.
+        costs: virtual time of each piece of work.
+        queues: heap of the rank in which each piece of work waits when it could start.
+        first_forwards: forwards at which the routes begin.
+    """
+
+    ranks: list[_VirtualRank]
+    is_entry: list[bool]
+    onward: list[int]
+    onward_time: list[int]
+    back: list[int]
+    back_time: list[int]
+    costs: list[int]
+    queues: list[list[int]]
+    first_forwards: list[int]
+
+
+def _visits(plan: Plan, turns: list[int], ranks: dict[int, _VirtualRank]) -> _Visits:
+    """The visits of all microbatches."""
     costs = _Costs(plan)
-    # By id: hashing a route takes longer than the rest.
-    by_route: dict[int, list[tuple[int, _Times, int, bool, bool, int, bool]]] = {}
-    visits: list[_HopVisit] = []
-    for microbatch in _turns(plan):
+    by_route: dict[int, _Visits] = {}  # By id: hashing a route takes longer than the rest.
+    visits = _Visits([], [], [], [], [], [], [], [], [])
+    for microbatch in turns:
         route = plan.routes[microbatch]
-        if id(route) not in by_route:
-            by_route[id(route)] = [
-                (
-                    hop.rank,
-                    costs.of(hop),
-                    costs.arrival(route[index - 1], hop) if index else 0,
-                    is_first_on_rank,
-                    hop.end_layer == plan.num_layers,
-                    _INPUT if plan.splits_backward and index else _BACKWARD,
-                    plan.splits_backward and not index,
-                )
-                for index, (hop, is_first_on_rank) in enumerate(
-                    zip(route, _entries(route), strict=True)
-                )
-            ]
-        visits += [
-            _HopVisit(Action(FORWARD, microbatch, index), *fields)
-            for index, fields in enumerate(by_route[id(route)])
-        ]
+        own = by_route.get(id(route))
+        if own is None:
+            own = by_route[id(route)] = _route_visits(plan, route, costs, ranks)
+        first = 4 * len(visits.ranks)
+        visits.first_forwards.append(first)
+        visits.onward.extend([first + work for work in own.onward])
+        visits.back.extend([first + work if work >= 0 else -1 for work in own.back])
+        visits.ranks.extend(own.ranks)
+        visits.is_entry.extend(own.is_entry)
+        visits.onward_time.extend(own.onward_time)
+        visits.back_time.extend(own.back_time)
+        visits.costs.extend(own.costs)
+        visits.queues.extend(own.queues)
     return visits
+
+
+def _route_visits(
+    plan: Plan, route: Route, costs: "_Costs", ranks: dict[int, _VirtualRank]
+) -> _Visits:
+    """The visits of one microbatch, as if it were the only one."""
+    virtual_ranks, entries, count = [ranks[hop.rank] for hop in route], _entries(route), len(route)
+    arrivals = [costs.arrival(before, hop) for before, hop in pairwise(route)]
+    # The first hop sends no gradient, so no other rank waits for any part of its backward.
+    is_split = [plan.splits_backward and index > 0 for index in range(count)]
+    backward = [4 * index + (_INPUT if is_split[index] else _BACKWARD) for index in range(count)]
+    queues: list[list[int]] = []
+    for index, (rank, is_entry) in enumerate(zip(virtual_ranks, entries, strict=True)):
+        is_deferred = plan.splits_backward and not index
+        queues.append(rank.new_forwards if is_entry else rank.in_flight_work)
+        queues += [rank.deferred if is_deferred else rank.in_flight_work] * 2
+        queues.append(rank.deferred)
+    return _Visits(
+        ranks=virtual_ranks,
+        is_entry=entries,
+        onward=[*(4 * index + _FORWARD for index in range(1, count)), backward[-1]],
+        onward_time=[*arrivals, 0],
+        back=[-1, *backward[:-1]],
+        back_time=[0, *arrivals],
+        costs=[cost for hop in route for cost in costs.of(hop)],
+        queues=queues,
+        first_forwards=[0],
+    )
 
 
 def _turns(plan: Plan) -> list[int]:
@@ -256,89 +303,58 @@ def _limits(plan: Plan) -> dict[int, int]:
     return limits | {rank: plan.in_flight[rank] for rank in limits if rank in plan.in_flight}
 
 
-def _run(visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) -> None:
+def _run(visits: _Visits, ranks: list[_VirtualRank]) -> None:
     """Runs all visits forward and backward in virtual time and records each rank's order."""
-    due: dict[int, list[int]] = {}
-    times: list[int] = []
-
-    def put(at: int, work: int) -> None:
-        if at not in due:
-            due[at] = []
-            heappush(times, at)
-        due[at].append(work)
-
-    def start(now: int, rank: _VirtualRank, work: int) -> None:
-        visit, kind = visits[work >> 2], work & 3
-        action = visit.action
-        if kind != _FORWARD:
-            action = Action(_KINDS[kind], action.microbatch, action.hop)
-        rank.order.append(action)
-        rank.is_busy = True
-        put(now + visit.costs[kind], work)
-
-    now = 0
-    touched = set(ranks)
+    rank_of, is_entry, onward, onward_time, back, back_time, costs, queues, firsts = visits
+    for work in firsts:
+        heappush(queues[work], work)
+    due = defaultdict[int, list[int]](list)  # By time: work that ends, and ~work that could start.
+    times: list[int] = []  # Heap of the keys of due.
+    now, touched = 0, ranks
     while True:
-        for number in touched:
-            rank = ranks[number]
-            if not rank.is_busy and (work := rank.next_work()) >= 0:
-                start(now, rank, work)
+        for rank in touched:
+            if rank.is_busy or (work := rank.next_work()) < 0:
+                continue
+            rank.is_busy = True
+            rank.order.append(work)
+            end = now + costs[work]
+            if end not in due:
+                heappush(times, end)
+            due[end].append(work)
         if not times:
-            blocked = [rank for rank in ranks.values() if rank.new_visits]
+            blocked = [rank for rank in ranks if rank.new_forwards]
             if not blocked:
                 return
-            rank = min(blocked, key=lambda rank: rank.new_visits[0])
-            rank.in_flight += 1
-            start(now, rank, 4 * heappop(rank.new_visits) + _FORWARD)
+            oldest = min(blocked, key=lambda rank: rank.new_forwards[0])
+            oldest.in_flight_work.append(oldest.admit())
+            touched = [oldest]
+            continue
         # All work that ends at this instant ends before any rank chooses its next work: in steady
         # 1F1B a forward starts exactly when a backward ends and makes room for it.
-        now = heappop(times)
-        touched = set()
+        now, touched = heappop(times), []
         for work in due.pop(now):
             if work < 0:
-                touched.add(_arrive(~work, visits, ranks))
+                heappush(queues[~work], ~work)
+                touched.append(rank_of[~work >> 2])
                 continue
-            touched.add(visits[work >> 2].rank)
-            for message, transfer_time in _finish(work, visits, ranks):
-                if transfer_time:
-                    put(now + transfer_time, ~message)
-                else:
-                    touched.add(_arrive(message, visits, ranks))
-
-
-def _finish(
-    work: int, visits: list[_HopVisit], ranks: dict[int, _VirtualRank]
-) -> list[tuple[int, int]]:
-    """Ends a piece of work; returns the work that it enables and the virtual time until that can
-    start.
-
-    The enabled work is the forward, or the backward, of a neighbouring visit, or the backward of
-    the last visit of a route.
-    """
-    index, kind = work >> 2, work & 3
-    visit = visits[index]
-    rank = ranks[visit.rank]
-    rank.is_busy = False
-    if kind == _FORWARD:
-        if visit.is_last:
-            return [(4 * index + visit.backward, 0)]
-        return [(4 * (index + 1) + _FORWARD, visits[index + 1].transfer_time)]
-    if kind == _INPUT:
-        heappush(rank.deferred, 4 * index + _WEIGHT)
-    elif visit.is_first_on_rank:
-        rank.in_flight -= 1
-    if kind == _WEIGHT or visit.action.hop == 0:
-        return []
-    return [(4 * (index - 1) + visits[index - 1].backward, visit.transfer_time)]
-
-
-def _arrive(work: int, visits: list[_HopVisit], ranks: dict[int, _VirtualRank]) -> int:
-    """Makes a piece of work ready to start; returns its rank."""
-    index, kind = work >> 2, work & 3
-    visit = visits[index]
-    rank = ranks[visit.rank]
-    if kind == _FORWARD:
-        rank.admit(index, visit)
-    else:
-        heappush(rank.deferred if visit.is_deferred else rank.in_flight_work, work)
-    return visit.rank
+            index, kind = work >> 2, work & 3
+            rank = rank_of[index]
+            rank.is_busy = False
+            touched.append(rank)
+            if kind == _FORWARD:
+                message, arrival = onward[index], now + onward_time[index]
+            else:
+                if kind == _INPUT:
+                    heappush(rank.deferred, work - _INPUT + _WEIGHT)
+                elif is_entry[index]:
+                    rank.in_flight -= 1
+                message, arrival = back[index], now + back_time[index]
+                if kind == _WEIGHT or message < 0:
+                    continue
+            if arrival == now:
+                heappush(queues[message], message)
+                touched.append(rank_of[message >> 2])
+            else:
+                if arrival not in due:
+                    heappush(times, arrival)
+                due[arrival].append(~message)

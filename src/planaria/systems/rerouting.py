@@ -98,7 +98,10 @@ class ReroutedTimes:
             gone.update(pipeline * depth + position for pipeline in holes)
             num_before += lost
         turns = [0] * depth
-        routes = tuple(self._around(route, gone, turns) for route in self._in_turn())
+        # Equal routes are one object, which is faster to look up than equal ones.
+        known: dict[Route, Route] = {}
+        around = [self._around(route, gone, turns) for route in self._in_turn()]
+        routes = tuple(known.setdefault(route, route) for route in around)
         return replace(self._plan, routes=routes, gone=tuple(sorted(gone)))
 
     def _in_turn(self) -> Iterator[Route]:

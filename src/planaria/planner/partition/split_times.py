@@ -20,13 +20,13 @@ Source: ReCycle (SOSP '24), decoupled backpropagation; Odyssey has whole backwar
 import numpy as np
 
 from planaria.core.plan import PipelineTemplate, plain_plan
-from planaria.estimator.time import predicted_timeline
+from planaria.estimator.work_times import WorkTimes
 from planaria.planner.partition.fewest_stages import PartitionRows
 from planaria.planner.partition.refine import table_of
 from planaria.planner.problem import Problem, Seconds, StageCosts
 from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.planner.times import pipelines_of
-from planaria.schedule.lower import unchecked_schedule
+from planaria.schedule.routed import routed_work
 
 
 class SplitTimes:
@@ -54,12 +54,7 @@ class SplitTimes:
         plan = with_split_backwards(self._problem, plan)
         if min(plan.in_flight.values()) < 1:
             return None
-        schedule = unchecked_schedule(plan, tied=self._problem.profile.tied)
-        timeline = predicted_timeline(schedule, self._problem.profile, plan=plan)
-        ends_s = dict.fromkeys(plan.ranks, 0.0)
-        for span in timeline.spans:
-            if span.lane == "compute":
-                ends_s[span.rank] = max(ends_s[span.rank], span.end_s)
+        ends_s = WorkTimes(self._problem.profile, plan).computed_s(plan.routes, routed_work(plan))
         return tuple(ends_s[ranks[0]] for ranks in pipeline.ranks_by_stage())
 
 

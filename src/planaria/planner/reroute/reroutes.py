@@ -26,14 +26,16 @@ from itertools import accumulate
 from math import inf, nextafter
 from typing import Final, NamedTuple
 
-from planaria.core.plan import Plan, Route, Ticks, profile_on, stage_layers
-from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
+from planaria.core.plan import Plan, Route, Ticks, stage_layers
+from planaria.estimator.peak_memory import WorkBytes, bytes_by_rank
 from planaria.estimator.time import least_times, predicted_timeline
+from planaria.estimator.work_times import WorkTimes
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.detours import Detours
 from planaria.planner.reroute.orders import PATIENCE, best_order
 from planaria.schedule.action import SHADOW, Schedule
 from planaria.schedule.lower import unchecked_schedule
+from planaria.schedule.routed import RoutedWork, routed_work
 
 TRIES_HOPS_MAX: Final = 1 << 10  # Bound on hops of all variants of step 2, some 50 ms.
 HOPS_MAX: Final = 1 << 14  # Bound on hops with step 3, which takes half a second.
@@ -83,10 +85,11 @@ def best_reroute(
         replace(plan, routes=routes)
         for routes in _route_variants(problem, detours, first, num_variants)
     ]
+    pricing = _Pricing(problem, plan)
     num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
     if num_runs < PATIENCE:  # So few runs would find nothing better.
-        return _fastest_variant(problem, variants, below_s=below_s, known=known)
-    prices = [price for variant in variants for price in _prices(problem, variant)]
+        return _fastest_variant(pricing, variants, below_s=below_s, known=known)
+    prices = [price for variant in variants for price in pricing.prices(variant)]
     if not prices:
         return None
     prices.sort(
@@ -96,7 +99,7 @@ def best_reroute(
     starts = [
         priced_plan.plan for priced_plan in prices if num_without_work(priced_plan.plan) == num_idle
     ]
-    return _best_reordering(problem, starts[:_STARTS_MAX], num_runs)
+    return _best_reordering(pricing, starts[:_STARTS_MAX], num_runs)
 
 
 def simulates_more(plan: Plan, *, hops_max: int) -> bool:
@@ -108,7 +111,7 @@ def simulates_more(plan: Plan, *, hops_max: int) -> bool:
 
 
 def _fastest_variant(
-    problem: Problem, variants: Sequence[Plan], *, below_s: float, known: PricedPlan | None
+    pricing: "_Pricing", variants: Sequence[Plan], *, below_s: float, known: PricedPlan | None
 ) -> PricedPlan | None:
     """The first of the fastest plans that leave the fewest stages without work.
 
@@ -124,26 +127,11 @@ def _fastest_variant(
         if best is not None and num_idle > fewest:
             continue
         limit_s = best.iteration_s if best is not None and num_idle == fewest else below_s
-        faster = _fastest_price(problem, variant, below_s=limit_s)
+        faster = pricing.fastest(variant, below_s=limit_s)
         is_first = best is None or num_idle < fewest
         if faster is not None and (is_first or faster.iteration_s < limit_s):
             best, fewest = faster, num_idle
     return best
-
-
-def _fastest_price(problem: Problem, plan: Plan, *, below_s: float) -> PricedPlan | None:
-    """What `price_plan` gives; it may be None if no price is below below_s."""
-    plan = replace(plan, ticks=stage_ticks(problem, plan))
-    split: PricedPlan | None = None
-    least = least_times(problem.profile, plan)
-    if least.split_s < below_s:
-        split = _price_with_split_backwards(problem, plan)
-    limit_s = below_s if split is None else min(below_s, nextafter(split.iteration_s, inf))
-    if least.whole_s < limit_s:
-        whole = _price_with_whole_backwards(problem, plan)
-        if whole is not None and (split is None or whole.iteration_s <= split.iteration_s):
-            return whole
-    return split
 
 
 def _route_variants(
@@ -167,11 +155,10 @@ def _route_variants(
     return list(dict.fromkeys(variants[:num_variants]))  # With few microbatches many are equal.
 
 
-def _best_reordering(problem: Problem, starts: Sequence[Plan], num_runs: int) -> PricedPlan:
+def _best_reordering(pricing: "_Pricing", starts: Sequence[Plan], num_runs: int) -> PricedPlan:
     def iteration_s(plan: Plan) -> float:
-        schedule = _schedule(problem, plan)
-        is_short = bool(_ranks_short_of_memory(problem, plan, schedule))
-        return inf if is_short else _iteration_s(problem, plan, schedule)
+        work = routed_work(plan)
+        return inf if pricing.ranks_short_of_memory(plan, work) else pricing.iteration_s(plan, work)
 
     plan = best_order(starts, num_runs=num_runs, iteration_s=iteration_s)
     return PricedPlan(plan, iteration_s(plan))
@@ -219,35 +206,116 @@ def even_work_s(problem: Problem, plan: Plan) -> float:
     )
 
 
+class _Pricing:
+    """Prices of plans that differ in their routes and in the order of their work alone.
+
+    Args:
+        plan: one of these plans.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self._problem = problem
+        self._times = WorkTimes(
+            problem.profile,
+            plan,
+            order=problem.reduction_order,
+            reduce_bytes_factor=problem.reduce_bytes_factor,
+        )
+        self._bytes = WorkBytes(problem.profile, plan)
+        limits_bytes = _limits_bytes(problem, plan)
+        self._limits_bytes = {rank: limit for rank, limit in limits_bytes.items() if limit}
+
+    def fastest(self, plan: Plan, *, below_s: float) -> PricedPlan | None:
+        """The faster of `prices`; it may be None if no price is below below_s."""
+        problem = self._problem
+        plan = replace(plan, ticks=stage_ticks(problem, plan))
+        split: PricedPlan | None = None
+        least = least_times(problem.profile, plan)
+        if least.split_s < below_s:
+            split = self._price_with_split_backwards(plan)
+        limit_s = below_s if split is None else min(below_s, nextafter(split.iteration_s, inf))
+        if least.whole_s < limit_s:
+            whole = self._price_with_whole_backwards(plan)
+            if whole is not None and (split is None or whole.iteration_s <= split.iteration_s):
+                return whole
+        return split
+
+    def prices(self, plan: Plan) -> list[PricedPlan]:
+        """The plan with whole backwards and with split ones; those that do not fit are left out."""
+        plan = replace(plan, ticks=stage_ticks(self._problem, plan))
+        prices = (self._price_with_whole_backwards(plan), self._price_with_split_backwards(plan))
+        return [priced_plan for priced_plan in prices if priced_plan is not None]
+
+    def iteration_s(self, plan: Plan, work: RoutedWork) -> float:
+        """Seconds of an iteration."""
+        if not plan.shadows:
+            return self._times.iteration_s(plan.routes, work)
+        problem = self._problem
+        return predicted_timeline(
+            _schedule(problem, plan),
+            problem.profile,
+            plan=plan,
+            reduce_bytes_factor=problem.reduce_bytes_factor,
+        ).iteration_s
+
+    def ranks_short_of_memory(self, plan: Plan, work: RoutedWork) -> list[int]:
+        """The first ranks of the stages that would need more memory than they have."""
+        if not self._limits_bytes:
+            return []
+        problem = self._problem
+        bytes_of = bytes_by_rank(problem.profile, plan, gradient_copies=problem.gradient_copies)
+        kept_bytes = self._bytes.most_kept(plan.routes, work)
+        return [
+            rank
+            for rank, rank_bytes in bytes_of.items()
+            if rank in self._limits_bytes
+            and self._limits_bytes[rank] < rank_bytes.state_bytes + kept_bytes[rank]
+        ]
+
+    def _price_with_whole_backwards(self, plan: Plan) -> PricedPlan | None:
+        """The plan with whole backwards, or None if it does not fit.
+
+        As many microbatches are in flight as in 1F1B, or fewer on ranks that lack the memory.
+        """
+        plan = replace(plan, splits_backward=False, in_flight={})
+        work = routed_work(plan)
+        if short := self.ranks_short_of_memory(plan, work):
+            plan = replace(plan, in_flight=_max_in_flight(self._problem, plan, short))
+            return self._price_if_it_fits(plan)
+        return PricedPlan(plan, self.iteration_s(plan, work))
+
+    def _price_with_split_backwards(self, plan: Plan) -> PricedPlan | None:
+        """The plan with split backwards and as many microbatches in flight as there is memory for,
+        or None if it does not fit."""
+        if not self._problem.splits_backward or plan.recomputation_by_rank:
+            return None
+        return self._price_if_it_fits(with_split_backwards(self._problem, plan))
+
+    def _price_if_it_fits(self, plan: Plan) -> PricedPlan | None:
+        if min(plan.in_flight.values()) < 1:
+            return None
+        work = routed_work(plan)
+        # Where routes visit two ranks in both orders, the schedule may exceed the limits in flight.
+        if self.ranks_short_of_memory(plan, work):
+            return None
+        return PricedPlan(plan, self.iteration_s(plan, work))
+
+
 def price_plan(problem: Problem, plan: Plan) -> PricedPlan | None:
     """The plan with its own routes, with whole or split backwards, whichever is faster.
 
     At most as many microbatches are in flight as there is memory for; None if some device has no
     memory for one.
     """
-    return min(
-        _prices(problem, plan), key=lambda priced_plan: priced_plan.iteration_s, default=None
-    )
-
-
-def _prices(problem: Problem, plan: Plan) -> list[PricedPlan]:
-    """The plan with whole backwards and with split ones; those that do not fit are left out."""
-    plan = replace(plan, ticks=stage_ticks(problem, plan))
-    return [
-        priced_plan
-        for priced_plan in (
-            _price_with_whole_backwards(problem, plan),
-            _price_with_split_backwards(problem, plan),
-        )
-        if priced_plan is not None
-    ]
+    prices = _Pricing(problem, plan).prices(plan)
+    return min(prices, key=lambda priced_plan: priced_plan.iteration_s, default=None)
 
 
 def simulated_s(problem: Problem, plan: Plan) -> float:
     """Iteration time of an unchanged plan, simulated in virtual time; memory limits and silent
     ranks are ignored."""
     plan = replace(plan, silent={})
-    return _iteration_s(problem, plan, _schedule(problem, plan))
+    return _Pricing(problem, plan).iteration_s(plan, routed_work(plan))
 
 
 class ExpectedTimes(NamedTuple):
@@ -285,27 +353,6 @@ def expected_times(problem: Problem, plan: Plan) -> ExpectedTimes:
     return ExpectedTimes(timeline.iteration_s, computing_s)
 
 
-def _price_with_whole_backwards(problem: Problem, plan: Plan) -> PricedPlan | None:
-    """The plan with whole backwards, or None if it does not fit.
-
-    As many microbatches are in flight as in 1F1B, or fewer on ranks that lack the memory.
-    """
-    plan = replace(plan, splits_backward=False, in_flight={})
-    schedule = _schedule(problem, plan)
-    if short := _ranks_short_of_memory(problem, plan, schedule):
-        plan = replace(plan, in_flight=_max_in_flight(problem, plan, short))
-        return _price_if_it_fits(problem, plan)
-    return PricedPlan(plan, _iteration_s(problem, plan, schedule))
-
-
-def _price_with_split_backwards(problem: Problem, plan: Plan) -> PricedPlan | None:
-    """The plan with split backwards and as many microbatches in flight as there is memory for, or
-    None if it does not fit."""
-    if not problem.splits_backward or plan.recomputation_by_rank:
-        return None
-    return _price_if_it_fits(problem, with_split_backwards(problem, plan))
-
-
 def with_split_backwards(problem: Problem, plan: Plan) -> Plan:
     """The plan with split backwards. Its in_flight has, by the first rank of each live stage, the
     number of microbatches for which there is memory; below 1 if there is too little for one."""
@@ -314,38 +361,8 @@ def with_split_backwards(problem: Problem, plan: Plan) -> Plan:
     return replace(plan, in_flight=_max_in_flight(problem, plan, sorted(firsts)))
 
 
-def _price_if_it_fits(problem: Problem, plan: Plan) -> PricedPlan | None:
-    schedule = _schedule(problem, plan)
-    # Where routes visit two ranks in both orders, the schedule may exceed the limits in flight.
-    if min(plan.in_flight.values()) < 1 or _ranks_short_of_memory(problem, plan, schedule):
-        return None
-    return PricedPlan(plan, _iteration_s(problem, plan, schedule))
-
-
 def _schedule(problem: Problem, plan: Plan) -> Schedule:
     return unchecked_schedule(plan, tied=problem.profile.tied, order=problem.reduction_order)
-
-
-def _iteration_s(problem: Problem, plan: Plan, schedule: Schedule) -> float:
-    factor = problem.reduce_bytes_factor
-    timeline = predicted_timeline(schedule, problem.profile, plan=plan, reduce_bytes_factor=factor)
-    return timeline.iteration_s
-
-
-def _ranks_short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> list[int]:
-    """The first ranks of the stages for which the schedule needs more memory than they have."""
-    limits_bytes = _limits_bytes(problem, plan)
-    if not any(limits_bytes.values()):
-        return []
-    profile, copies = problem.profile, problem.gradient_copies
-    bytes_of = bytes_by_rank(profile, plan, gradient_copies=copies)
-    return [
-        rank
-        for rank, rank_bytes in bytes_of.items()
-        if 0
-        < limits_bytes[rank]
-        < rank_bytes.state_bytes + kept_bytes(profile_on(profile, plan, rank), schedule, rank)
-    ]
 
 
 def _max_in_flight(problem: Problem, plan: Plan, ranks: Iterable[int]) -> dict[int, int]:

@@ -1,0 +1,113 @@
+"""What searches compute from the work alone equals what the schedule itself gives, to the bit."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from helpers.plan_examples import pipeline, random_plan, rerouted_plan
+from planaria.core.plan import (
+    LayerProfile,
+    Link,
+    ModelProfile,
+    Plan,
+    Ticks,
+    TiedParameters,
+    plain_plan,
+)
+from planaria.estimator.peak_memory import WorkBytes, kept_bytes
+from planaria.estimator.time import predicted_timeline
+from planaria.estimator.work_times import WorkTimes
+from planaria.schedule.buckets import ReductionOrder
+from planaria.schedule.lower import unchecked_schedule
+from planaria.schedule.routed import routed_work
+
+SEED = 20_261_130
+
+
+def plan_of_search(rng: Random) -> Plan:
+    """A plan as a search makes them: rerouted or not, with any limits in flight and ticks."""
+    plan = random_plan(rng, num_layers_max=rng.choice((4, 8, 20)))
+    if rng.random() < 0.7:
+        plan = rerouted_plan(plan, rng)
+    limited = [rank for rank in plan.ranks if rng.random() < 0.3]
+    ticks = {rank: Ticks(*(rng.randint(0, 3) for _ in range(4))) for rank in plan.ranks}
+    return replace(
+        plan,
+        splits_backward=rng.random() < 0.5,
+        in_flight={rank: rng.randint(1, 4) for rank in limited},
+        ticks=ticks if rng.random() < 0.5 else {},
+    )
+
+
+def profile_of(plan: Plan, rng: Random) -> ModelProfile:
+    """Unequal layers, of which some take no time, and up to one tied parameter."""
+
+    def seconds() -> dict[int, float]:
+        return {count: rng.choice((0.0, rng.random())) for count in (1, 2, 3, 4)}
+
+    layers = tuple(
+        LayerProfile(
+            name=f"layer {index}",
+            forward_s=seconds(),
+            backward_input_s=seconds(),
+            backward_weight_s=seconds(),
+            parameter_bytes=rng.randint(6, 20),
+            optimizer_bytes=0,
+            activation_bytes=rng.randint(0, 9),
+            output_bytes=rng.randint(0, 9),
+        )
+        for index in range(plan.num_layers)
+    )
+    tied = (TiedParameters((0, plan.num_layers - 1), 3),) if plan.num_layers > 1 else ()
+    return ModelProfile(
+        model="test",
+        microbatch_size=1,
+        dtype="float32",
+        device="cpu",
+        device_memory_bytes=0,
+        layers=layers,
+        links={
+            "intra_node": Link(rng.random(), rng.choice((1.0, 64.0))),
+            "inter_node": Link(rng.random(), rng.choice((1.0, 8.0))),
+        },
+        tied=tied if rng.random() < 0.5 else (),
+    )
+
+
+@pytest.mark.parametrize("number", [200, pytest.param(2000, marks=pytest.mark.long)])
+def test_work_takes_and_keeps_what_its_schedule_does(number: int) -> None:
+    """Iterations, the ends of ranks and peak bytes; of several plans with the same pipelines."""
+    for seed in range(SEED, SEED + number):
+        rng = Random(seed)
+        first = plan_of_search(rng)
+        profile, order = profile_of(first, rng), rng.choice(list(ReductionOrder))
+        times = WorkTimes(profile, first, order=order, reduce_bytes_factor=1.5)
+        sizes = WorkBytes(profile, first)
+        for plan in (first, replace(first, routes=first.routes[::-1])):
+            schedule = unchecked_schedule(plan, tied=profile.tied, order=order)
+            timeline = predicted_timeline(schedule, profile, plan=plan, reduce_bytes_factor=1.5)
+            ends_s = dict.fromkeys(plan.ranks, 0.0)
+            for span in timeline.spans:
+                if span.lane == "compute":
+                    ends_s[span.rank] = max(ends_s[span.rank], span.end_s)
+            work = routed_work(plan)
+
+            assert times.iteration_s(plan.routes, work) == timeline.iteration_s, f"seed {seed}"
+            assert times.computed_s(plan.routes, work) == ends_s, f"seed {seed}"
+            assert sizes.most_kept(plan.routes, work) == {
+                rank: kept_bytes(profile, schedule, rank) for rank in plan.ranks
+            }, f"seed {seed}"
+
+
+def test_a_rank_that_holds_layers_silently_hands_them_over_at_once() -> None:
+    """Its reductions count, though it computes nothing of them."""
+    plan = plain_plan(0, (pipeline((0, 1, 2), (0, 1)), pipeline((0, 1, 2), (2, 3))), (3, 2))
+    profile = profile_of(plan, Random(SEED))
+    silent = replace(plan, silent={0: (1,)})
+    schedule = unchecked_schedule(silent, tied=profile.tied)
+
+    found_s = WorkTimes(profile, silent).iteration_s(silent.routes, routed_work(silent))
+
+    assert found_s == predicted_timeline(schedule, profile, plan=silent).iteration_s
+    assert any(0 in bucket.ranks and 1 in bucket.layers for bucket in schedule.buckets)
