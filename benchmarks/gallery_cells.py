@@ -12,7 +12,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ from planaria.papers.rows import Claim, How, PublishedRow
 from planaria.profiles.shipped import profile_path
 from planaria.simulator.economics.compare import ClusterScenario, play
 from planaria.simulator.failures.presets import PRESETS
-from planaria.systems.system import System
+from planaria.systems.system import Setting, System
 
 VERSION: Final = 1  # Version of the lines and of what the cells are.
 SEED_BLOCKS: Final = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -172,8 +172,15 @@ class Cell:
 
 @cache
 def _scenario(case: Case, policy: PolicyName) -> ClusterScenario:
-    """The scenario; a process keeps it with the plans that it has found."""
-    return case.scenario(policy)
+    """The scenario; a process keeps it with what was found for it."""
+    scenario = case.scenario(policy)
+    known = _settings.setdefault((case.profile, case.nodes, policy), scenario.setting)
+    return replace(scenario, setting=known)
+
+
+# The settings of a process: cases that differ in their failures alone have the same job and the
+# same plans, and what the searches of one have found the others need not search again.
+_settings: dict[tuple[str, int, PolicyName], Setting] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.losses import NUM_SAMPLES, example_catalog, jobs, plan_of, prices
-from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
+from planaria.core.cluster import (
+    ClusterEvent,
+    ClusterState,
+    NodesChanged,
+    NodesLost,
+    survivors,
+)
 from planaria.core.plan import Plan, Transition
 from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import num_without_work
@@ -17,7 +23,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal_nodes import UnequalNodes
+from planaria.policies.unequal_nodes import UnequalNodes, stay_answer
 from planaria.policies.value import Outlook, best_transition
 
 
@@ -145,6 +151,32 @@ def test_every_survivor_works_where_some_policy_has_work_for_it() -> None:
 
     assert found
     assert all(len(one.after.nodes) == 7 for one in found)
+
+
+class Stayer(Idler):
+    """A policy that keeps the plan, whatever happens."""
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        del event, prices
+        kinds = {node.node: node.kind for node in cluster.nodes}
+        return (stay_answer(self.catalog, plan, cluster, kinds),)
+
+
+def test_a_plan_that_is_kept_is_an_answer_even_if_others_have_work_for_more_nodes() -> None:
+    """So that what else is proposed can be held against it."""
+    catalog = example_catalog(8, n0=2, f=1)
+    plan = plan_of(catalog, (4, 3))
+    cluster = survivors(plan_of(catalog, (4, 4)), (), epoch=1)
+    event = NodesChanged(joined=(7,), leaving=())
+    policy = Adaptive((Stayer(catalog), policies(catalog)[0]))
+
+    stay, *others = policy.propose(plan, cluster, event, prices(catalog))
+
+    assert stay.keeps_plan
+    assert others
+    assert all(len(one.after.nodes) == 8 for one in others)
 
 
 class Unvisited(Idler):

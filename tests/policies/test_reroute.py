@@ -23,12 +23,12 @@ from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, s
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.plans import PlanCatalog, plan_of_templates
 from planaria.planner.reroute import reroutes
-from planaria.planner.reroute.reroutes import num_without_work
+from planaria.planner.reroute.reroutes import best_reroute, num_without_work
 from planaria.policies import reroute
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
+from planaria.policies.reroute import NORMALISED, REROUTE, KnownReroutes, Reroute
 from planaria.policies.unequal_nodes import UnequalNodes
 from planaria.policies.value import Outlook, best_transition
 
@@ -77,6 +77,40 @@ def test_a_loss_is_answered_without_moving_anything() -> None:
     assert first.downtime_s == prices(catalog).regroup_s
     assert first.redone_samples == NUM_SAMPLES
     check_goes_around(first, survivors(plan, (2,), epoch=1), catalog)
+
+
+def test_what_one_policy_has_found_another_does_not_search_again() -> None:
+    """Another loss, or a hurry, is another question; so is a node that joins."""
+    catalog = example_catalog(8, n0=2, f=1)
+    plan, known = plan_of(catalog, (4, 4)), KnownReroutes()
+
+    def answers(one: Reroute, *lost: int) -> tuple[Transition, ...]:
+        cluster = survivors(plan, lost, epoch=plan.epoch + 1)
+        return one.propose(plan, cluster, NodesLost(lost, 0), prices(catalog))
+
+    for is_hurried in (False, True):
+        for lost in ((2,), (3,), (2, 5)):
+            first, second = (
+                replace(policy(catalog), is_hurried=is_hurried, known=known) for _ in range(2)
+            )
+            alone = answers(replace(first, known=None), *lost)
+            with mock.patch.object(reroute, "best_reroute", wraps=best_reroute) as search:
+                assert answers(first, *lost) == alone
+                assert search.called
+            with mock.patch.object(reroute, "best_reroute") as search:
+                assert answers(second, *lost) == alone
+                assert not search.called
+
+
+def test_the_oldest_answers_are_forgotten() -> None:
+    """However long a simulation runs, it keeps no more."""
+    known = KnownReroutes()
+
+    for number in range(KnownReroutes.KNOWN_MAX + 1):
+        known.add(number, ())
+
+    assert known.get(0) is None
+    assert known.get(1) == known.get(KnownReroutes.KNOWN_MAX) == ()
 
 
 @settings(max_examples=8)

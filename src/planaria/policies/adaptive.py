@@ -31,7 +31,8 @@ class Adaptive:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The answers of the policies that give work to the most nodes.
+        """The answers of the policies that give work to the most nodes, and those that keep the
+        plan.
 
         After a loss there are further ones: each answer with empty places, followed at later
         commits by the fastest answer without empty places.
@@ -47,8 +48,10 @@ class Adaptive:
         most = max(num_at_work, default=0)
         distinct: list[Transition] = []
         for transitions, number in zip(answers, num_at_work, strict=True):
-            for transition in transitions if number == most else ():
-                if all(transition.after != other.after for other in distinct):
+            for transition in transitions:
+                if (number == most or transition.keeps_plan) and all(
+                    transition.after != other.after for other in distinct
+                ):
                     distinct.append(transition)
         stay = tuple(transition for transition in distinct if transition.keeps_plan)
         others = tuple(transition for transition in distinct if not transition.keeps_plan)

@@ -4,7 +4,7 @@ from typing import Final
 
 from planaria.core.job import JobConfig
 from planaria.planner.layout.depths import Ranges
-from planaria.planner.layout.search import LayoutSearches
+from planaria.planner.layout.search import LayoutSearches, SearchResults
 from planaria.planner.plans import PlanCatalog
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import HOPS_MAX, TRIES_HOPS_MAX
@@ -15,7 +15,7 @@ from planaria.policies.morph import Morph
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
-from planaria.policies.reroute import Reroute
+from planaria.policies.reroute import KnownReroutes, Reroute
 from planaria.policies.rollback import Rollback
 from planaria.policies.traits import TRAITS
 from planaria.policies.unequal_nodes import UnequalNodes
@@ -24,14 +24,23 @@ from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 _RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.assignment
 
 
-def layout_search(job: JobConfig, problem: Problem) -> LayoutSearches:
-    """A new, empty search for layouts within the ranges of a job."""
+def layout_search(
+    job: JobConfig, problem: Problem, results: SearchResults | None = None
+) -> LayoutSearches:
+    """A new search for layouts within the ranges of a job.
+
+    Args:
+        results: results of other searches of the problem, see `LayoutSearches`.
+    """
     ranges = Ranges(dp=job.resilience.dp_range, pp=job.resilience.pp_range)
-    return LayoutSearches(problem, ranges)
+    return LayoutSearches(problem, ranges, results)
 
 
 def named_policy(
-    job: JobConfig, catalog: PlanCatalog, searched: LayoutSearches | None = None
+    job: JobConfig,
+    catalog: PlanCatalog,
+    searched: LayoutSearches | None = None,
+    known: KnownReroutes | None = None,
 ) -> Policy:
     """The policy that a job names; it also answers changes in the speeds of nodes.
 
@@ -40,19 +49,21 @@ def named_policy(
         catalog: plans and templates of the job.
         searched: layouts that are known; None if none are and nodes wait for the answer, so that
             the policy searches less.
+        known: routes that are known; see `Reroute`.
     """
     hops_max = TRIES_HOPS_MAX if searched is None else HOPS_MAX
     restoring = _RESTORING[job.resilience.assignment]
     reinstantiate = UnequalNodes(Reinstantiate(catalog, restoring))
     searched = searched or layout_search(job, catalog.problem)
-    repartition = Repartition(catalog.problem, reinstantiate, searched, restoring)
     match job.resilience.policy:
         case "reinstantiate":
             return reinstantiate
         case "reroute":
-            return Reroute(catalog.problem, reinstantiate, restoring, hops_max=hops_max)
+            return Reroute(
+                catalog.problem, reinstantiate, restoring, hops_max=hops_max, known=known
+            )
         case "repartition":
-            return repartition
+            return Repartition(catalog.problem, reinstantiate, searched, restoring)
         case "absorb":
             return Absorb(catalog, reinstantiate, restoring)
         case "morph":
@@ -60,18 +71,26 @@ def named_policy(
         case "rollback":
             return Rollback(catalog, reinstantiate, restoring)
         case "adaptive":
-            reroute = Reroute(catalog.problem, Adaptive(()), restoring, hops_max=hops_max)
+            reroute = Reroute(
+                catalog.problem, Adaptive(()), restoring, hops_max=hops_max, known=known
+            )
             rollback = Rollback(catalog, Adaptive(()), restoring)
+            repartition = Repartition(catalog.problem, Adaptive(()), searched, restoring)
             return Adaptive((reinstantiate, rollback, reroute, repartition))
 
 
-def hurried_policy(job: JobConfig, catalog: PlanCatalog) -> Policy:
+def hurried_policy(
+    job: JobConfig, catalog: PlanCatalog, known: KnownReroutes | None = None
+) -> Policy:
     """The policy for quick answers of a job that lets its coordinator choose among policies.
 
     An answer takes some 30 ms at tens of nodes and a second at thousands.
+
+    Args:
+        known: routes that are known; see `Reroute`.
     """
     restoring = _RESTORING[job.resilience.assignment]
-    reroute = Reroute(catalog.problem, Adaptive(()), restoring, is_hurried=True)
+    reroute = Reroute(catalog.problem, Adaptive(()), restoring, is_hurried=True, known=known)
     rollback = Rollback(catalog, Adaptive(()), restoring)
     return Adaptive((UnequalNodes(Reinstantiate(catalog, restoring)), rollback, reroute))
 

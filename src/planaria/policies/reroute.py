@@ -17,8 +17,9 @@ failures beforehand; here a greedy search finds routes after the loss
 (planner/reroute/reroutes.py), and each move is the one that helps most.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
@@ -50,6 +51,31 @@ _ALL_HOPS_MAX: Final = 1 << 16
 # Hops of the largest plan that is answered in a hurry, which takes some 20 ms.
 _HURRIED_HOPS_MAX: Final = 1 << 8
 
+_Answers = tuple[tuple[str, PricedPlan], ...]
+
+
+class KnownReroutes:
+    """Answers that policies of one problem have found, so that each is searched only once.
+
+    Those of thousands of simulated runs are mostly the same. The oldest of more than KNOWN_MAX are
+    forgotten.
+    """
+
+    KNOWN_MAX: Final = 2048
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[object, _Answers] = OrderedDict()
+
+    def get(self, question: object) -> _Answers | None:
+        """The answers to a question; None if they are not known."""
+        return self._answers.get(question)
+
+    def add(self, question: object, answers: _Answers) -> None:
+        """Keeps the answers to a question."""
+        self._answers[question] = answers
+        if len(self._answers) > self.KNOWN_MAX:
+            self._answers.popitem(last=False)
+
 
 @dataclass(frozen=True, slots=True)
 class Reroute:
@@ -63,6 +89,7 @@ class Reroute:
             to all nodes, and does not answer for large plans.
         hops_max: bound on the hops that are simulated for an answer otherwise, as in
             `best_reroute`.
+        known: answers that other policies of the problem have found; None: none are kept.
     """
 
     problem: Problem
@@ -70,6 +97,7 @@ class Reroute:
     restoring: RestoreStrategy = LEAST_BYTES
     is_hurried: bool = False
     hops_max: int = TRIES_HOPS_MAX
+    known: KnownReroutes | None = field(default=None, compare=False, repr=False)
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -105,17 +133,43 @@ class Reroute:
             working = (*(working if most >= most_of_others else ()), *others)
         return least_exposed(working or rerouting, cluster)
 
-    def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, PricedPlan]]:
+    def _answers(self, plan: Plan, cluster: ClusterState) -> _Answers:
         if self.is_hurried and sum(map(len, plan.routes)) > _HURRIED_HOPS_MAX:
-            return
+            return ()
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         alive = frozenset(node.node for node in cluster.nodes)
         emptied = _with_empty_places(with_kinds(plan, kinds), alive, epoch=cluster.epoch)
+        is_lost = emptied.gone != plan.gone
+        # If no node is lost, the routes count, too; eager forwards are rare.
+        if self.known is None or not is_lost or plan.shadows:
+            return tuple(self._searched_answers(emptied, alive, kinds, is_lost=is_lost))
+        places = (emptied.pipelines, emptied.gone, len(emptied.routes), emptied.epoch)
+        question = (places, frozenset(kinds.items()), alive, self.is_hurried, self.hops_max)
+        answers = self.known.get(question)
+        if answers is None:
+            answers = tuple(self._searched_answers(emptied, alive, kinds, is_lost=True))
+            self.known.add(question, answers)
+        return answers
+
+    def _searched_answers(
+        self,
+        emptied: Plan,
+        alive: Collection[int],
+        kinds: Mapping[int, NodeKind],
+        *,
+        is_lost: bool,
+    ) -> Iterator[tuple[str, PricedPlan]]:
+        """The answers that a search finds.
+
+        Args:
+            emptied: plan with the places of lost nodes empty.
+            is_lost: whether a node of the plan is lost; else a worker is new, its node is not.
+        """
         now = best_reroute(self.problem, emptied, hops_max=0) if emptied.gone else None
-        if emptied.gone == plan.gone:  # No node is lost: a worker is new, its node is not.
-            as_is: PricedPlan | None = PricedPlan(emptied, simulated_s(self.problem, emptied))
-        else:
+        if is_lost:
             as_is = self._rerouted_plan(emptied, now)
+        else:
+            as_is = PricedPlan(emptied, simulated_s(self.problem, emptied))
         if as_is is not None:
             yield REROUTE, as_is
         normalised = self._normalised_plan(emptied, now, alive, kinds)

@@ -71,9 +71,12 @@ class UnequalNodes:
             bool(event.slow) or not (event.joined or event.leaving)
         )
         is_equal = before == plan and all(kind == NodeKind() for kind in kinds.values())
-        if is_equal and not asks_for_better:
-            return self.reinstantiate.propose(plan, cluster, event, prices)
-        answers = self._answers_for_kinds(plan, cluster, event, prices, kinds=kinds)
+        if is_equal:
+            answers = self.reinstantiate.propose(plan, cluster, event, prices)
+            if not asks_for_better:
+                return answers
+        else:
+            answers = self._answers_for_kinds(plan, cluster, event, prices, kinds=kinds)
         if not isinstance(event, NodesChanged) or not answers:
             return answers
         stay: tuple[Transition, ...] = ()

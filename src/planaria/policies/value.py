@@ -6,6 +6,7 @@ The best transition trains the most samples that count until the next failure, p
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, expm1, inf, lgamma
 from typing import Final, NamedTuple
 
@@ -235,13 +236,22 @@ def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
     if p_one_more ** max(0, num_whole - 1) < _NEGLIGIBLE:
         return 0.0
     sizes = Counter(map(len, plan.holder_sets))
-    num_nodes = len(plan.nodes)
+    return _share_struck(tuple(sorted(sizes.items())), len(plan.nodes), p_one_more)
+
+
+@lru_cache(maxsize=1024)  # The answers to a loss have few different numbers of holders.
+def _share_struck(sizes: tuple[tuple[int, int], ...], num_nodes: int, p_one_more: float) -> float:
+    """The bound of `share_at_risk`.
+
+    Args:
+        sizes: pairs of a number of holders and how many sets of holders are so large.
+    """
     share, at_least = 0.0, 1.0
     for k in range(1, num_nodes + 1):
         exactly = at_least * (1.0 - p_one_more) if k < num_nodes else at_least
         struck = sum(
             number * exp(_log_falling_factorial(k, size) - _log_falling_factorial(num_nodes, size))
-            for size, number in sizes.items()
+            for size, number in sizes
             if size <= k
         )
         share += exactly * min(1.0, struck)

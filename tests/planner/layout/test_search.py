@@ -12,7 +12,7 @@ from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage, one_device_profile, plain_plan
 from planaria.estimator.peak_memory import bytes_by_rank, peak_bytes
 from planaria.planner.layout.depths import Ranges, by_share
-from planaria.planner.layout.search import Layout, LayoutSearches, layouts
+from planaria.planner.layout.search import Layout, LayoutSearches, SearchResults, layouts
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
 from planaria.planner.times import pipelines_of
@@ -282,7 +282,9 @@ def test_searches_that_share_results_take_the_steps_that_each_takes_alone() -> N
         (6, [cut(9, 18, 26, 34)] * 2),
         (7, [cut(8, 17, 26, 34), cut(12, 23, 34)]),
     ]
-    shared = LayoutSearches(problem, Ranges(dp=1, pp=1))
+    results = SearchResults(problem)
+    shared = LayoutSearches(problem, Ranges(dp=1, pp=1), results)
+    others = LayoutSearches(problem, Ranges(dp=1, pp=1), results)
     alone = [layouts(problem, n, present=p, ranges=Ranges(dp=1, pp=1)) for n, p in questions]
     num_steps = 0
 
@@ -293,6 +295,9 @@ def test_searches_that_share_results_take_the_steps_that_each_takes_alone() -> N
                 assert shared.front(num_nodes, present) == next(search)
 
     assert num_steps > 100
+    for num_nodes, present in questions:
+        assert sum(1 for _ in others.steps(num_nodes, present)) > 5
+        assert others.front(num_nodes, present) == shared.front(num_nodes, present)
     assert all(next(search, None) is None for search in alone)
 
 

@@ -23,9 +23,10 @@ from planaria.coordinator.step import Event, step
 from planaria.core.job import POLICIES
 from planaria.core.messages import StopRequested
 from planaria.observe.ledger import Category
-from planaria.simulator.economics import planaria_run
+from planaria.simulator.economics import planaria_run, virtual_foresight
 from planaria.simulator.economics.compare import (
     Interval,
+    JobOutcome,
     Outcomes,
     compare,
     interval,
@@ -303,6 +304,18 @@ def test_the_same_seeds_give_the_same_outcomes_in_any_number_of_processes() -> N
         )
 
     assert outcomes(1) == outcomes(3)
+
+
+def test_what_other_runs_have_found_changes_no_outcome() -> None:
+    """Runs of one scenario look up what each other's searches found."""
+    of = replace(small(**{"resilience.policy": "adaptive"}), failures=Wild())
+
+    def outcomes(*seeds: int) -> list[JobOutcome]:
+        virtual_foresight.common_results.cache_clear()
+        return [play(of, PlanariaSystem(), seed) for seed in seeds]
+
+    first, second = (outcomes(seed)[0] for seed in (1, 2))
+    assert outcomes(2, 1) == [second, first]
 
 
 def test_an_error_of_a_process_reaches_the_caller() -> None:

@@ -81,11 +81,11 @@ def layouts(
     Args:
         present: templates of the present pipelines, whose nodes must all be as the profile says.
     """
-    return _layouts(_SearchResults(problem), num_nodes, present=present, ranges=ranges)
+    return _layouts(SearchResults(problem), num_nodes, present=present, ranges=ranges)
 
 
 def _layouts(
-    results: "_SearchResults",
+    results: "SearchResults",
     num_nodes: int,
     *,
     present: Sequence[PipelineTemplate],
@@ -115,10 +115,16 @@ class LayoutSearches:
     A search goes on where it was left. So searches can run between failures, and their results are
     ready when a failure happens. What one search has computed the others look up; each still takes
     the steps that it would take alone, so what it has found after some steps stays the same.
+
+    Args:
+        results: results of other searches of the problem, which these look up and add to; by
+            default these begin with none.
     """
 
-    def __init__(self, problem: Problem, ranges: Ranges) -> None:
-        self._results = _SearchResults(problem)
+    def __init__(
+        self, problem: Problem, ranges: Ranges, results: "SearchResults | None" = None
+    ) -> None:
+        self._results = results or SearchResults(problem)
         self._ranges = ranges
         self._fronts: dict[_Key, tuple[Layout, ...]] = {}
         self._searches: dict[_Key, Iterator[tuple[Layout, ...]]] = {}
@@ -186,7 +192,7 @@ class _FoundLayout(NamedTuple):
     layout: Layout | None
 
 
-class _SearchResults:
+class SearchResults:
     """What all searches of a problem have in common: it does not depend on what is present.
 
     Attributes:
@@ -210,7 +216,7 @@ class _LayoutSearch:
             at once; the fastest first.
     """
 
-    def __init__(self, results: _SearchResults, present: Sequence[PipelineTemplate]) -> None:
+    def __init__(self, results: SearchResults, present: Sequence[PipelineTemplate]) -> None:
         self._results = results
         self._problem = results.problem
         self._present = Counter(present)

@@ -9,17 +9,20 @@ Differs: the process answers the likeliest losses first, one after the other; he
 come at one time. It stops after some classes of losses; here every loss has its answer.
 """
 
+from functools import lru_cache
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan, Transition
+from planaria.planner.layout.search import SearchResults
 from planaria.planner.plans import PlanCatalog
 from planaria.policies.ahead import SEARCH_STEPS_MAX
 from planaria.policies.named import hurried_policy, layout_search, named_policy
 from planaria.policies.policy import Prices
 from planaria.policies.repartition import has_equal_nodes, templates_of
+from planaria.policies.reroute import KnownReroutes
 from planaria.policies.traits import TRAITS
 from planaria.simulator.economics.remembered import Remembered
 
@@ -37,11 +40,12 @@ class VirtualForesight:
         is_choice = TRAITS[job.resilience.policy].is_choice
         self.is_ready = False
         self._failures_ahead = job.resilience.failures_ahead
-        self._searched = layout_search(job, catalog.problem)
+        common = common_results(catalog)
+        self._searched = layout_search(job, catalog.problem, common.layouts)
         self._sizes: set[int] = set()  # Numbers of nodes for which layouts were searched.
-        self._thorough = Remembered(named_policy(job, catalog, self._searched))
-        hurried = hurried_policy(job, catalog) if is_choice else named_policy(job, catalog)
-        self._hurried = Remembered(hurried)
+        self._thorough = Remembered(named_policy(job, catalog, self._searched, common.reroutes))
+        hurried = hurried_policy if is_choice else named_policy
+        self._hurried = Remembered(hurried(job, catalog, known=common.reroutes))
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -69,3 +73,17 @@ class VirtualForesight:
             self._sizes.add(number)
             for _ in islice(self._searched.steps(number, templates_of(plan)), SEARCH_STEPS_MAX):
                 pass
+
+
+class CommonResults(NamedTuple):
+    """What the searches of all runs with a catalog have found. It depends on the questions alone:
+    no run finds anything else for it, but each finds it sooner."""
+
+    layouts: SearchResults
+    reroutes: KnownReroutes
+
+
+@lru_cache(maxsize=4)  # A catalog is equal to itself only.
+def common_results(catalog: PlanCatalog) -> CommonResults:
+    """The results that runs with a catalog have in common so far."""
+    return CommonResults(SearchResults(catalog.problem), KnownReroutes())
