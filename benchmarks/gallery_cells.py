@@ -227,7 +227,10 @@ def cells(num_seeds: int) -> Iterator[AnyCell]:
 
 
 def line_of(cell: AnyCell) -> dict[str, Any]:
-    """Runs a cell; its line, with the seconds of a processor that it took."""
+    """Runs a cell; its line, with the seconds of a processor that it took.
+
+    A process searches for the plans of a job once, in the first of its cells that needs them.
+    """
     start_s = time.process_time()
     content = cell.result()
     took_s = time.process_time() - start_s

@@ -114,16 +114,6 @@ def duels_of(case: Case, systems: Mapping[str, Runs]) -> Iterator[Duel]:
                     yield Duel(case, ours, other, difference, len(seeds))
 
 
-# To be removed once all cases ran with these changes.
-_OUT_OF_DATE: Final = (
-    "Its tables of systems on traces were computed before some changes to the compared systems, "
-    "and are to be computed anew: what Varuna and Oobleck take and how often Varuna saves, the "
-    "most that HighFreq stands still, the last call of torchrun, what is paid for starts and for "
-    "losses during them, nodes that are missing at the start of a trace, the split backwards of "
-    "ReCycle without losses, what torchrun saves, and saves that take longer than their interval."
-)
-
-
 def _introduction(lines: Sequence[Line], gallery: Gallery) -> str:
     commits = dict.fromkeys(line["commit"] for line in lines if line["commit"])
     named = ", ".join(f"`{commit}`" for commit in commits)
@@ -134,7 +124,6 @@ def _introduction(lines: Sequence[Line], gallery: Gallery) -> str:
     return (
         "`make results` writes this page from `benchmarks/results/gallery.jsonl`, and goes on "
         "where it ended. Each number is computed from that file; nothing is typed by hand.\n\n"
-        f"{_OUT_OF_DATE}\n\n"
         f"It has {count_text(len(gallery), 'case')}: a job on a cluster, and how its nodes fail, "
         "which is a recorded trace or a published rate ([FAILURES.md](FAILURES.md)). Each system "
         "goes through the same failures ([SIMULATE.md](SIMULATE.md) says how each answers them). "

@@ -10,10 +10,14 @@ from planaria.core.plan import (
     LayerProfile,
     Link,
     ModelProfile,
+    Pipeline,
     Plan,
+    Recomputation,
+    RecomputationCost,
     Ticks,
     TiedParameters,
     plain_plan,
+    profile_on,
 )
 from planaria.estimator.peak_memory import WorkBytes, kept_bytes
 from planaria.estimator.time import predicted_timeline
@@ -25,11 +29,38 @@ from planaria.schedule.routed import routed_work
 SEED = 20_261_130
 
 
-def plan_of_search(rng: Random) -> Plan:
-    """A plan as a search makes them: rerouted or not, with any limits in flight and ticks."""
+def pipelines_of_search(rng: Random) -> Plan:
+    """Pipelines as a search has them: with empty places that no route visits, or none, and stages
+    that compute activations again, or none."""
     plan = random_plan(rng, num_layers_max=rng.choice((4, 8, 20)))
     if rng.random() < 0.7:
         plan = rerouted_plan(plan, rng)
+        visited = {hop.rank // plan.devices_per_node for route in plan.routes for hop in route}
+        plan = replace(plan, gone=tuple(node for node in plan.nodes if node not in visited))
+    if rng.random() < 0.3:
+        plan = replace(plan, pipelines=tuple(recomputing(one, rng) for one in plan.pipelines))
+    return plan
+
+
+def recomputing(pipeline: Pipeline, rng: Random) -> Pipeline:
+    """The pipeline with stages of which some compute activations again."""
+    modes: tuple[Recomputation, ...] = ("none", "selective", "full")
+    stages = tuple(
+        replace(
+            stage,
+            recomputation=tuple(
+                rng.choice(modes) for _ in range(stage.first_layer, stage.end_layer)
+            ),
+        )
+        if rng.random() < 0.5
+        else stage
+        for stage in pipeline.template.stages
+    )
+    return replace(pipeline, template=replace(pipeline.template, stages=stages))
+
+
+def in_other_order(plan: Plan, rng: Random) -> Plan:
+    """The plan with other limits in flight, ticks, and parts of backwards."""
     limited = [rank for rank in plan.ranks if rng.random() < 0.3]
     ticks = {rank: Ticks(*(rng.randint(0, 3) for _ in range(4))) for rank in plan.ranks}
     return replace(
@@ -56,6 +87,10 @@ def profile_of(plan: Plan, rng: Random) -> ModelProfile:
             optimizer_bytes=0,
             activation_bytes=rng.randint(0, 9),
             output_bytes=rng.randint(0, 9),
+            recomputed={
+                mode: RecomputationCost(activation_bytes=rng.randint(0, 4), additional_s=seconds())
+                for mode in ("selective", "full")
+            },
         )
         for index in range(plan.num_layers)
     )
@@ -80,11 +115,12 @@ def test_work_takes_and_keeps_what_its_schedule_does(number: int) -> None:
     """Iterations, the ends of ranks and peak bytes; of several plans with the same pipelines."""
     for seed in range(SEED, SEED + number):
         rng = Random(seed)
-        first = plan_of_search(rng)
+        first = pipelines_of_search(rng)
         profile, order = profile_of(first, rng), rng.choice(list(ReductionOrder))
         times = WorkTimes(profile, first, order=order, reduce_bytes_factor=1.5)
         sizes = WorkBytes(profile, first)
-        for plan in (first, replace(first, routes=first.routes[::-1])):
+        for routes in (first.routes, first.routes[::-1], first.routes):
+            plan = in_other_order(replace(first, routes=routes), rng)
             schedule = unchecked_schedule(plan, tied=profile.tied, order=order)
             timeline = predicted_timeline(schedule, profile, plan=plan, reduce_bytes_factor=1.5)
             ends_s = dict.fromkeys(plan.ranks, 0.0)
@@ -96,12 +132,13 @@ def test_work_takes_and_keeps_what_its_schedule_does(number: int) -> None:
             assert times.iteration_s(plan.routes, work) == timeline.iteration_s, f"seed {seed}"
             assert times.computed_s(plan.routes, work) == ends_s, f"seed {seed}"
             assert sizes.most_kept(plan.routes, work) == {
-                rank: kept_bytes(profile, schedule, rank) for rank in plan.ranks
+                rank: kept_bytes(profile_on(profile, plan, rank), schedule, rank)
+                for rank in plan.ranks
             }, f"seed {seed}"
 
 
-def test_a_rank_that_holds_layers_silently_hands_them_over_at_once() -> None:
-    """Its reductions count, though it computes nothing of them."""
+def test_a_rank_that_holds_layers_silently_takes_part_in_their_reductions() -> None:
+    """It has nothing to wait for, but the reductions before."""
     plan = plain_plan(0, (pipeline((0, 1, 2), (0, 1)), pipeline((0, 1, 2), (2, 3))), (3, 2))
     profile = profile_of(plan, Random(SEED))
     silent = replace(plan, silent={0: (1,)})

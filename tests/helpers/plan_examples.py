@@ -16,6 +16,9 @@ from planaria.core.plan import (
     Stage,
     plain_plan,
 )
+from planaria.estimator.time import predicted_timeline
+from planaria.planner.problem import Problem
+from planaria.schedule.lower import plan_schedule
 
 
 def pipeline(boundaries: Sequence[int], nodes: Sequence[int]) -> Pipeline:
@@ -28,6 +31,15 @@ def figure_9_plan() -> Plan:
     """Oobleck, figure 9: six layers on a pipeline of three stages and one of two."""
     pipelines = (pipeline((0, 2, 4, 6), (0, 1, 2)), pipeline((0, 3, 6), (3, 4)))
     return plain_plan(0, pipelines, (4, 3))
+
+
+def timed_s(problem: Problem, plan: Plan) -> float:
+    """Seconds of an iteration by the schedule that all ranks run."""
+    schedule = plan_schedule(plan, tied=problem.profile.tied, order=problem.reduction_order)
+    factor = problem.reduce_bytes_factor
+    return predicted_timeline(
+        schedule, problem.profile, plan=plan, reduce_bytes_factor=factor
+    ).iteration_s
 
 
 def plain_plans() -> st.SearchStrategy[Plan]:

@@ -1,5 +1,6 @@
 """Rerouting as transitions: nothing moves, several losses, nodes that come, and what is left."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -80,31 +81,55 @@ def test_a_loss_is_answered_without_moving_anything() -> None:
 
 
 def test_what_one_policy_has_found_another_does_not_search_again() -> None:
-    """Another loss, or a hurry, is another question; so is a node that joins."""
+    """Another loss, a hurry, a spare, a slow node or another epoch is another question; by which
+    routes the plan went before does not matter."""
     catalog = example_catalog(8, n0=2, f=1)
-    plan, known = plan_of(catalog, (4, 4)), KnownReroutes()
+    plan, known = plan_of(catalog, (4, 4)), KnownReroutes(catalog.problem)
+    spare = Node(9, (frozenset[int](),))
 
-    def answers(one: Reroute, *lost: int) -> tuple[Transition, ...]:
-        cluster = survivors(plan, lost, epoch=plan.epoch + 1)
-        return one.propose(plan, cluster, NodesLost(lost, 0), prices(catalog))
+    def answers(
+        one: Reroute, lost: tuple[int, ...], *, before: Plan = plan, epoch: int = 1, more: str = ""
+    ) -> tuple[Transition, ...]:
+        cluster = survivors(before, lost, epoch=epoch)
+        nodes = (*cluster.nodes, spare) if more == "spare" else cluster.nodes
+        if more == "slow":
+            nodes = (replace(nodes[0], kind=NodeKind(0.5)), *nodes[1:])
+        return one.propose(
+            before, replace(cluster, nodes=nodes), NodesLost(lost, 0), prices(catalog)
+        )
 
-    for is_hurried in (False, True):
-        for lost in ((2,), (3,), (2, 5)):
-            first, second = (
-                replace(policy(catalog), is_hurried=is_hurried, known=known) for _ in range(2)
-            )
-            alone = answers(replace(first, known=None), *lost)
+    usual, hurried = (replace(policy(catalog), is_hurried=x, known=known) for x in (False, True))
+    questions: list[Callable[[Reroute], tuple[Transition, ...]]] = [
+        lambda one: answers(one, (2,)),
+        lambda one: answers(one, (3,)),
+        lambda one: answers(one, (2, 5)),
+        lambda one: answers(one, (2,), epoch=2),
+        lambda one: answers(one, (2,), more="spare"),
+        lambda one: answers(one, (2,), more="slow"),
+    ]
+    for asked in (usual, hurried, replace(usual, hops_max=0)):
+        for question in questions:
+            alone = question(replace(asked, known=None))
             with mock.patch.object(reroute, "best_reroute", wraps=best_reroute) as search:
-                assert answers(first, *lost) == alone
+                assert question(asked) == alone
                 assert search.called
             with mock.patch.object(reroute, "best_reroute") as search:
-                assert answers(second, *lost) == alone
+                assert question(replace(asked)) == alone
                 assert not search.called
+    changed = replace(
+        plan,
+        routes=plan.routes[::-1],
+        splits_backward=True,
+        in_flight=dict.fromkeys(plan.ranks, 1),
+    )
+    assert answers(usual, (2,), before=changed) == answers(
+        replace(usual, known=None), (2,), before=changed
+    )
 
 
 def test_the_oldest_answers_are_forgotten() -> None:
     """However long a simulation runs, it keeps no more."""
-    known = KnownReroutes()
+    known = KnownReroutes(example_catalog(2, n0=1, f=0).problem)
 
     for number in range(KnownReroutes.KNOWN_MAX + 1):
         known.add(number, ())

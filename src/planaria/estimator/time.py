@@ -275,7 +275,7 @@ def _spans(schedule: Schedule, times: Times) -> Iterator[Span]:
 class _LazySpans(Sequence[Span]):
     """Spans that are built on first use.
 
-    A search prices many schedules and reads no spans; building half a million spans takes as long
+    Who asks for the seconds of an iteration reads no spans; building half a million takes as long
     as timing the schedule.
     """
 

@@ -16,6 +16,7 @@ from planaria.errors import ConfigError
 from planaria.job.config import with_override
 from planaria.job.planning import worded_for_job
 from planaria.job.scenario_file import scenario_from_tables
+from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.shadows import first_plan_with_shadows
 from planaria.policies.traits import TRAITS
 from planaria.simulator.economics.advice import Choice, Space, Trials, Watch, advice
@@ -122,6 +123,7 @@ class Grounds:
         self.question = question
         self._scenarios: dict[tuple[int, int], ClusterScenario | ConfigError] = {}
         self._with_shadows: dict[tuple[int, int], ConfigError | None] = {}
+        self._whole_catalogs: dict[tuple[int, int], PlanCatalog] = {}
         for override in question.overrides:
             key = override.partition("=")[0].strip()
             for chosen, remedy in _CHOSEN.items():
@@ -155,11 +157,18 @@ class Grounds:
             self._check_shadows(choice.policy, key, setting)
             job = replace(job, resilience=replace(job.resilience, policy=choice.policy))
         if choice.whole_backwards:
-            problem = replace(setting.catalog.problem, splits_backward=False)
-            setting = replace(setting, catalog=replace(setting.catalog, problem=problem))
+            setting = replace(setting, catalog=self._whole_catalog(key, setting.catalog))
         every = max(1, round(60.0 * choice.save_min / setting.failure_free_s))
         checkpoint = replace(job.checkpoint, persist_every=every, copies=choice.copies)
         return replace(setting, job=replace(job, checkpoint=checkpoint))
+
+    def _whole_catalog(self, key: tuple[int, int], catalog: PlanCatalog) -> PlanCatalog:
+        """The catalog of a job whose backwards are whole; one object, by which what was found for
+        it is known again."""
+        if key not in self._whole_catalogs:
+            problem = replace(catalog.problem, splits_backward=False)
+            self._whole_catalogs[key] = replace(catalog, problem=problem)
+        return self._whole_catalogs[key]
 
     def _scenario_of(self, failures_tolerated: int, num_spares: int) -> ClusterScenario:
         key = (failures_tolerated, num_spares)

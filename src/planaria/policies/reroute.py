@@ -58,12 +58,17 @@ class KnownReroutes:
     """Answers that policies of one problem have found, so that each is searched only once.
 
     Those of thousands of simulated runs are mostly the same. The oldest of more than KNOWN_MAX are
-    forgotten.
+    forgotten, and those for plans of more than HOPS_MAX hops are not kept, which bounds the memory.
+
+    Attributes:
+        problem: the problem of the policies.
     """
 
-    KNOWN_MAX: Final = 2048
+    KNOWN_MAX: Final = 1024
+    HOPS_MAX: Final = 1 << 11
 
-    def __init__(self) -> None:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self._answers: OrderedDict[object, _Answers] = OrderedDict()
 
     def get(self, question: object) -> _Answers | None:
@@ -140,9 +145,11 @@ class Reroute:
         alive = frozenset(node.node for node in cluster.nodes)
         emptied = _with_empty_places(with_kinds(plan, kinds), alive, epoch=cluster.epoch)
         is_lost = emptied.gone != plan.gone
+        is_large = sum(map(len, plan.routes)) > KnownReroutes.HOPS_MAX
         # If no node is lost, the routes count, too; eager forwards are rare.
-        if self.known is None or not is_lost or plan.shadows:
+        if self.known is None or is_large or not is_lost or plan.shadows:
             return tuple(self._searched_answers(emptied, alive, kinds, is_lost=is_lost))
+        assert self.known.problem is self.problem
         places = (emptied.pipelines, emptied.gone, len(emptied.routes), emptied.epoch)
         question = (places, frozenset(kinds.items()), alive, self.is_hurried, self.hops_max)
         answers = self.known.get(question)

@@ -58,8 +58,7 @@ def unchecked_schedule(
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
-    """The schedule that `plan_schedule` returns, not validated: a search would spend half its time
-    on that."""
+    """The schedule that `plan_schedule` returns, not validated, which would take as long again."""
     schedule = place_shadows(place_transfers(routed_1f1b(plan)), plan)
     return place_reductions(schedule, plan, tied=tied, order=order)
 

@@ -142,15 +142,15 @@ class _VirtualRank:
 
 
 class _Visits(NamedTuple):
-    """All hops of all microbatches by turn; the lists of the first line are by visit.
+    """All hops of all microbatches by turn.
 
     Attributes:
         ranks: rank of each visit.
-        is_entry: whether the microbatch comes to that rank for the first time.
-        onward: work that the forward makes possible: the next forward, or the backward.
-        onward_time: virtual time from the forward until then, while its output is on the way.
-        back: work that a backward makes possible at the hop before; -1: there is none.
-        back_time: virtual time from the backward until then.
+        is_entry: whether the microbatch of a visit comes to the rank for the first time.
+        onward: work that the forward of a visit makes possible: the next forward, or the backward.
+        onward_time: virtual time from that forward until then, while its output is on the way.
+        back: work that the backward of a visit makes possible at the hop before; -1: there is none.
+        back_time: virtual time from that backward until then.
         costs: virtual time of each piece of work.
         queues: heap of the rank in which each piece of work waits when it could start.
         first_forwards: forwards at which the routes begin.

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plan_examples import timed_s
 from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage, one_device_profile, plain_plan
 from planaria.estimator.peak_memory import bytes_by_rank, peak_bytes
 from planaria.planner.layout.depths import Ranges, by_share
 from planaria.planner.layout.search import Layout, LayoutSearches, SearchResults, layouts
 from planaria.planner.problem import Problem
-from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
+from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.planner.times import pipelines_of
 from planaria.profiles.shipped import shipped_profiles
 
@@ -45,7 +46,7 @@ def price_s(problem: Problem, layout: Layout) -> float:
     plan = plain_plan(0, pipelines, layout.microbatches)
     if layout.splits_backward:
         plan = with_split_backwards(problem, plan)
-    return simulated_s(problem, plan)
+    return timed_s(problem, plan)
 
 
 @st.composite

@@ -124,6 +124,7 @@ class LayoutSearches:
     def __init__(
         self, problem: Problem, ranges: Ranges, results: "SearchResults | None" = None
     ) -> None:
+        assert results is None or results.problem is problem
         self._results = results or SearchResults(problem)
         self._ranges = ranges
         self._fronts: dict[_Key, tuple[Layout, ...]] = {}

@@ -223,7 +223,13 @@ class _Pricing:
         )
         self._bytes = WorkBytes(problem.profile, plan)
         limits_bytes = _limits_bytes(problem, plan)
-        self._limits_bytes = {rank: limit for rank, limit in limits_bytes.items() if limit}
+        bytes_of = bytes_by_rank(problem.profile, plan, gradient_copies=problem.gradient_copies)
+        # By the first rank of each stage that has a limit: what is left for microbatches.
+        self._free_bytes = {
+            rank: limits_bytes[rank] - rank_bytes.state_bytes
+            for rank, rank_bytes in bytes_of.items()
+            if limits_bytes[rank]
+        }
 
     def fastest(self, plan: Plan, *, below_s: float) -> PricedPlan | None:
         """The faster of `prices`; it may be None if no price is below below_s."""
@@ -260,17 +266,10 @@ class _Pricing:
 
     def ranks_short_of_memory(self, plan: Plan, work: RoutedWork) -> list[int]:
         """The first ranks of the stages that would need more memory than they have."""
-        if not self._limits_bytes:
+        if not self._free_bytes:
             return []
-        problem = self._problem
-        bytes_of = bytes_by_rank(problem.profile, plan, gradient_copies=problem.gradient_copies)
         kept_bytes = self._bytes.most_kept(plan.routes, work)
-        return [
-            rank
-            for rank, rank_bytes in bytes_of.items()
-            if rank in self._limits_bytes
-            and self._limits_bytes[rank] < rank_bytes.state_bytes + kept_bytes[rank]
-        ]
+        return [rank for rank, free in self._free_bytes.items() if free < kept_bytes[rank]]
 
     def _price_with_whole_backwards(self, plan: Plan) -> PricedPlan | None:
         """The plan with whole backwards, or None if it does not fit.

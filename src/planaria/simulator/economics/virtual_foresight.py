@@ -86,4 +86,4 @@ class CommonResults(NamedTuple):
 @lru_cache(maxsize=4)  # A catalog is equal to itself only.
 def common_results(catalog: PlanCatalog) -> CommonResults:
     """The results that runs with a catalog have in common so far."""
-    return CommonResults(SearchResults(catalog.problem), KnownReroutes())
+    return CommonResults(SearchResults(catalog.problem), KnownReroutes(catalog.problem))
