@@ -56,6 +56,28 @@ def test_optimised_is_better_than_mixed_under_failure_domains() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["mixed", "group", "ring", "optimised"])
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_nodes_that_hold_layers_silently_before_they_join_change_no_number_of_copies(
+    strategy: str, copies: int
+) -> None:
+    """The coordinator ended with a KeyError, or layers had no copies or ones on all nodes."""
+    rules = placed_by(copies=copies, strategy=strategy)
+    for shape, joiners in (((2,), 2), ((4,), 16), ((2, 2), 1)):
+        num_layers = rules.num_layers
+        plan = shaped_plan(shape, sum(shape))
+        num_nodes, layers = len(plan.nodes), tuple(range(plan.num_layers))
+        silent = {num_nodes + index: layers for index in range(joiners)}
+
+        before, found = copies_of(rules, plan), copies_of(rules, replace(plan, silent=silent))
+
+        assert num_layers == len(found)
+        for copy, alone in zip(found, before, strict=True):
+            assert copy.source in plan.ranks
+            assert len(set(copy.targets)) == len(copy.targets) == len(alone.targets)
+            assert set(copy.targets) <= set(plan.ranks).difference(plan.holders(copy.layer))
+
+
+@pytest.mark.parametrize("strategy", ["mixed", "group", "ring", "optimised"])
 def test_a_job_that_asks_for_more_copies_than_nodes_has_one_on_each(strategy: str) -> None:
     """As after losses."""
     plan = shaped_plan((3,), 6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.jobs import NUM_LAYERS, shaped_plan
 from helpers.strategies import layer_profile, model_profile
 from planaria.core.copies import IdleSpans, LayerCopy
-from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
+from planaria.core.plan import Link, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.placement.idle import (
     Sending,
@@ -194,6 +194,40 @@ def test_of_a_version_whose_chunks_fit_nowhere_one_goes_in_each_iteration() -> N
     (sent,) = sending_of(plan, layer_bytes=10**10, chunk_bytes=10**10).values()
 
     assert sent.iterations == 2
+
+
+def test_iterations_may_take_no_time_at_all() -> None:
+    """By the profile; then whatever is sent makes one of them longer."""
+    nothing = dict.fromkeys((1, 2), 0.0)
+    layers = tuple(
+        replace(
+            layer,
+            forward_s=nothing,
+            backward_input_s=nothing,
+            backward_weight_s=nothing,
+            output_bytes=0,
+        )
+        for layer in PROFILE.layers
+    )
+    free = {kind: Link(0.0, link.bandwidth_bytes_per_s) for kind, link in PROFILE.links.items()}
+    problem = Problem(
+        profile=replace(PROFILE, layers=layers, links=free),
+        devices_per_node=1,
+        num_microbatches=8,
+        failures_tolerated=0,
+    )
+
+    (sent,) = predicted_sending(
+        problem,
+        shaped_plan((2,), 2),
+        [LayerCopy(0, 0, (1,))],
+        layer_bytes=(BYTES,) * NUM_LAYERS,
+        chunk_bytes=BYTES,
+        gamma=0.5,
+    ).values()
+
+    assert sent.endless_iterations == 1
+    assert sent.longer_s == pytest.approx(sent.sends_s)
 
 
 def test_the_devices_of_a_node_share_its_ways() -> None:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Link, Plan, link_between_pipelines
@@ -136,7 +136,8 @@ def predicted_sending(
             idle_s=sum(spans_s),
             iterations=_num_iterations(chunks_in, spans_s),
             longer_s=longer_s,
-            endless_iterations=1 + ceil(longer_s / occupation.iteration_s),
+            # All layers of a profile may take no time.
+            endless_iterations=1 + ceil(longer_s / (occupation.iteration_s or inf)),
         )
     return sending_by_node
 

@@ -59,7 +59,7 @@ def layer_copies(
         others = (n for _, n in nodes_by_kept if n not in first and n not in holders[layer])
         chosen = _nodes_in_other_domains(
             chain(sorted(first, key=lambda n: (kept_bytes[n], n)), others),
-            number=min(copies - 1, len(plan.nodes) - len(holders[layer])),
+            number=min(copies - 1, len(set(plan.nodes) - holders[layer])),
             used_domains={domain_of[n] for n in holders[layer] if n in domain_of},
             domain_of=domain_of,
         )
@@ -117,12 +117,12 @@ def shard_copies(nodes: Sequence[str], placement: Placement) -> tuple[LayerCopy,
 
 
 def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[int], ...]:
-    """The nodes, for each layer, that hold it or keep one of these copies, as places in
-    plan.nodes."""
+    """The nodes of the plan, for each layer, that hold it or keep one of these copies, as places in
+    plan.nodes. A node that joins holds layers silently before it is one of them."""
     per_node = plan.devices_per_node
     place = {node: index for index, node in enumerate(plan.nodes)}
     holders = _holding_nodes(plan)
-    nodes = [{place[node] for node in holders[layer]} for layer in range(plan.num_layers)]
+    nodes = [{place[n] for n in holders[x] if n in place} for x in range(plan.num_layers)]
     for copy in copies:
         nodes[copy.layer].update(place[target // per_node] for target in copy.targets)
     return tuple(map(frozenset, nodes))
