@@ -180,6 +180,22 @@ def test_more_devices_than_layers_in_a_node_is_the_devices_fault() -> None:
     assert (caught.value.limit, caught.value.value) == (Limit.DEVICES_PER_NODE, 3)
 
 
+def test_fewer_devices_in_a_node_than_any_layer_was_measured_with_are_refused() -> None:
+    """A profile may have times for two devices alone."""
+    layers = tuple(layer_profile(f"layer {i}", 0.01, device_counts=(2,)) for i in range(4))
+    problem = Problem(
+        profile=model_profile(layers),
+        devices_per_node=1,
+        num_microbatches=4,
+        failures_tolerated=0,
+    )
+
+    with pytest.raises(InfeasibleError) as caught:
+        smallest_num_nodes(problem)
+
+    assert (caught.value.limit, caught.value.value) == (Limit.DEVICES_PER_NODE, 1)
+
+
 @pytest.mark.parametrize(
     ("limit", "key"),
     [
@@ -222,6 +238,35 @@ def test_layers_that_take_no_time_are_planned_too(memory_bytes: int) -> None:
     assert all(fits(problem, one.template) and one.gap >= 0 for one in ranked.values())
     nothing = replace(problem, profile=replace(problem.profile, links=FREE))
     assert [one.gap for one in ranked_templates(nothing, 3).values()] == [0.0] * len(ranked)
+
+
+@pytest.mark.parametrize("forward_s", [0.0, 1e-13])
+def test_layers_that_take_no_time_are_cut_where_memory_says_so(forward_s: float) -> None:
+    """Two layers fit on two devices only, and one layer must be first."""
+    layers = tuple(
+        replace(
+            layer_profile(
+                f"layer {i}",
+                forward_s,
+                device_counts=(1, 2),
+                parameter_bytes=5,
+                activation_bytes=20,
+            ),
+            optimizer_bytes=0,
+        )
+        for i in range(3)
+    )
+    problem = Problem(
+        profile=replace(model_profile(layers, device_memory_bytes=55), links=FREE),
+        devices_per_node=2,
+        num_microbatches=8,
+        failures_tolerated=0,
+    )
+
+    template = pipeline_template(problem, 2)
+
+    assert template is not None
+    assert fits(problem, template)
 
 
 def test_too_little_memory_is_refused_while_one_waits() -> None:

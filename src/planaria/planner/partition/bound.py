@@ -209,7 +209,8 @@ def _shape_in_shortest_time(
         finder_at: function that gives, for a number of steps, what finds partitions within
             _STEP ** steps seconds.
     """
-    first, end, width = _steps_to(least_s), _steps_to(end_s), 1
+    first, width = _steps_to(least_s), 1
+    end = max(_steps_to(end_s), first + 1)  # All layers may take no time.
     shape_found = None
     while first < end:
         middle = min(first + width, end) - 1 if shape_found is None else (first + end) // 2

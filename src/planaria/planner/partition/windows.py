@@ -58,7 +58,7 @@ def windows(costs: StageCosts, num_microbatches: int, limit_s: float) -> Windows
 
 def widest(tables: Windows) -> int:
     """Number of layers of the widest stage in any of the tables, at least 1."""
-    return max(1, *(len(window.busy_s) for window in tables.values()))
+    return max((1, *(len(window.busy_s) for window in tables.values())))
 
 
 def sliding_window(row: NDArray[Number], num_layers: int) -> NDArray[Number]:
