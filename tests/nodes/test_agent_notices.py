@@ -52,6 +52,19 @@ def test_a_source_of_the_machine_comes_before_the_job_s(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("source", "is_machine_s"), [("leave", True), ("leave-{node}", False)])
+def test_an_agent_knows_a_notice_of_its_machine(
+    tmp_path: Path, source: str, is_machine_s: bool
+) -> None:
+    """It ends with another status then, for the machine may not have heard of it."""
+    (tmp_path / source.replace("{node}", "3")).touch()
+    watching = agent._Agent(with_notice(SPEC, str(tmp_path / source)), [], -1)
+
+    asyncio.run(asyncio.wait_for(watching._watch_notices(), timeout=60.0))
+
+    assert watching._is_noticed == is_machine_s
+
+
 def test_an_agent_without_a_source_watches_none() -> None:
     """No process is started for nothing."""
     assert notices_of(SPEC) == []

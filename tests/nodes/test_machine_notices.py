@@ -11,15 +11,17 @@ import msgspec
 import pytest
 
 from helpers.command import wait_for
+from helpers.fake_fork_server import NO_PID
 from helpers.heads import runs
 from helpers.offered_machines import offered_machine
-from helpers.tasks import wait_until
+from helpers.tasks import settle, wait_until
 from planaria.core.job import ClusterConfig, JobConfig
-from planaria.core.machine_messages import JobOver, MachineLeaving, MachineReady
+from planaria.core.machine_messages import JobOver, MachineLeaving, MachineReady, NodeEnded
 from planaria.nodes import machine_node
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.machine import EXIT_LEFT, run_machine
 from planaria.nodes.machine_spec import MachineSpec
+from planaria.nodes.part_reports import STATUS_NOTICED
 from planaria.transport.credentials import Credentials, make_credentials
 
 
@@ -105,6 +107,24 @@ async def test_a_machine_that_stays_heeds_the_notices_of_its_present_job(
 
         assert await running == EXIT_LEFT
     await wait_until(lambda: _num_watches() == before)
+
+
+@runs
+async def test_a_machine_whose_node_has_left_for_its_notice_offers_itself_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node had polled their source first; the head gave the machine another node at once."""
+    job = JobConfig(cluster=ClusterConfig(patience_s=60.0, notice=str(tmp_path / "leave")))
+    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "agent" in made.server.targets)
+        await settle()
+        made.server.end(NO_PID + 1, STATUS_NOTICED)
+
+        await line.wait(MachineLeaving)  # Before the end of its node, so that it is not free.
+        assert await line.wait(NodeEnded) == NodeEnded(node=0, status=STATUS_NOTICED)
+        assert await running == EXIT_LEFT
 
 
 @runs

@@ -65,7 +65,7 @@ from planaria.nodes.health import EXAMINATION_S, health_problem
 from planaria.nodes.known_heads import KnownHeads, endpoints_by_child, look_by_child
 from planaria.nodes.notices import fork_watcher, parse_notice_source
 from planaria.nodes.output import flush_own
-from planaria.nodes.part_reports import STATUS_SAVED, PartReports, end_group_with
+from planaria.nodes.part_reports import STATUS_NOTICED, STATUS_SAVED, PartReports, end_group_with
 from planaria.protocol.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
@@ -236,7 +236,7 @@ class _Agent:
         self._lease = first_lease(self._lease_s, time.monotonic(), patience_s=spec.patience_s)
         self._offset: ClockOffset | None = None  # Of the coordinator's clock from this one.
         self._cpu_steal = CpuSteal(TICKS_PER_LEASE)
-        self._is_shut_down = self._is_leaving = False
+        self._is_shut_down = self._is_leaving = self._is_noticed = False  # Noticed: its machine.
         self._examining: asyncio.Task[None] | None = None
         self._parts: PartReports | None = None  # There are some once the head is given up.
         addresses = (spec.coordinator, *spec.other_coordinators)
@@ -298,6 +298,8 @@ class _Agent:
         ticks.cancel()
         watch.cancel()
         await asyncio.gather(*forwarders)
+        if self._is_noticed:
+            end_group_with(STATUS_NOTICED)
 
     # -- the coordinator --------------------------------------------------------------------------
 
@@ -437,6 +439,7 @@ class _Agent:
                 writer.close()
                 await wait_exit(pid)
                 if line:
+                    self._is_noticed = "{node}" not in (self._spec.notice or cluster.notice)
                     self._on_notice(float(line))
                     return
             await asyncio.sleep(_WATCHER_PAUSE_S)

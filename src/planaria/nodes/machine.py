@@ -69,7 +69,7 @@ from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack
 from planaria.nodes.machine_node import MachineNode
 from planaria.nodes.machine_spec import MachineSpec
 from planaria.nodes.notices import NoticeWatch
-from planaria.nodes.part_reports import STATUS_SAVED
+from planaria.nodes.part_reports import STATUS_NOTICED, STATUS_SAVED
 from planaria.transport.acceptor import Purpose
 from planaria.transport.frames import FrameDecoder, frame, message_of
 from planaria.transport.head_search import connect_first
@@ -83,7 +83,6 @@ EXIT_DONE: Final = 0
 EXIT_UNFINISHED: Final = 3
 EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
 EXIT_LEFT: Final = 76  # The source of notices says that this machine will be taken away.
-
 _CONNECT_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 0.5
 _CLOSE_TIMEOUT_S: Final = 2.0
@@ -135,8 +134,7 @@ class _Machine:
         self._imports: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
         self._leave_code: int | None = None  # The exit code once its node, the last one, has left.
         self._notices: NoticeWatch | None = None
-        self._is_leaving = False
-        self._is_interrupted = False  # By its user, who may do so once more.
+        self._is_leaving = self._is_interrupted = False  # Interrupted: by its user, maybe again.
         self._has_been_taken = self._has_saved = False  # Saved: by its last node, by itself.
 
     async def run(self) -> int:
@@ -512,6 +510,8 @@ class _Machine:
 
     def _on_node_end(self, node: int, status: int) -> None:
         self._has_saved = status == STATUS_SAVED
+        if status == STATUS_NOTICED:
+            self._begin_leaving(EXIT_LEFT)
         if self._offer is not None:
             self._ends.append(NodeEnded(node=node, status=status))
             self._tell(self._ends[-1])

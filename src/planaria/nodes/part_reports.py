@@ -22,6 +22,9 @@ from planaria.nodes.output import flush_own
 logger = logging.getLogger(__name__)
 
 STATUS_SAVED: Final = 3  # Exit status of a node's agent when its workers have saved something.
+# Exit status of a node's agent that has left because its machine had a notice, to which the machine
+# itself may not have come yet: both poll the source.
+STATUS_NOTICED: Final = 4
 
 
 class PartReports:
