@@ -167,6 +167,18 @@ def test_a_short_stop_is_not_charged_with_the_loss_of_another_node() -> None:
     assert told == {"hang": ((5,), "", 0.0), "lost": ((6,), "borrow", 6.0)}
 
 
+def test_a_loss_is_charged_to_the_newest_fault_on_its_node() -> None:
+    """A short stop that did no harm stays open; it took the loss that the kill made later."""
+    run = recorder()
+    run.on_fault(kill("hang=0.5:6@5"), now_s=15.0)
+    run.on_committed(commit_message(6, 18.0))
+    run.on_fault(kill("kill:6@7"), now_s=19.0)
+    recover(run)
+
+    told = {event.kind: (event.answer, event.downtime_s) for event in run.events()}
+    assert told == {"hang": ("", 0.0), "kill": ("borrow", 7.0)}
+
+
 def test_a_killed_coordinator_is_an_event_that_ends_with_the_next_one() -> None:
     """How long the job had none; training goes on meanwhile."""
     run = recorder()

@@ -314,8 +314,8 @@ class Recorder:
         self._add(replace(injected_event(injection), fired=False, reason=""))
 
     def on_recovering(self, message: Recovering) -> None:
-        """Records that the coordinator noticed a loss."""
-        for index, open_event in enumerate(self._open_events):
+        """Records that the coordinator noticed a loss; the newest fault that fits has made it."""
+        for index, open_event in reversed(tuple(enumerate(self._open_events))):
             if open_event.event.kind in ("slow", "join"):  # These lose no node.
                 continue
             event = open_event.event
