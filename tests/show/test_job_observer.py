@@ -1,5 +1,7 @@
 """What the observer shows of what the launcher tells."""
 
+import time
+
 import pytest
 from msgspec import structs
 
@@ -151,6 +153,21 @@ def test_what_saves_took_is_told_apart_from_what_copies_took() -> None:
     assert tables["disk"]["every"] == 5.0
     assert tables["memory"]["every"] == 1.0
     assert tables["disk"]["checkpoint_s"] != tables["memory"]["checkpoint_s"]
+
+
+def test_what_a_save_took_counts_from_the_commit_of_its_iteration() -> None:
+    """Training goes on while a save is written, so that later iterations are committed before."""
+    observer, _, _ = watched()
+    now_s = time.monotonic()
+    for iteration, committed_s in ((3, now_s - 10.5), (4, now_s - 9.5), (13, now_s - 0.5)):
+        observer.on_message(commit_message(iteration, committed_s))
+    observer.on_message(Saved(iteration=4, epoch=3))
+    first_s = observer.checkpoints(every=4, is_resumed=False)["disk"]["checkpoint_s"]
+    observer.on_message(Saved(iteration=14, epoch=3))
+    mean_s = observer.checkpoints(every=4, is_resumed=False)["disk"]["checkpoint_s"]
+
+    assert first_s >= 10.5
+    assert 5.5 <= mean_s < first_s
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ _TARGETS: Final = {
     "disk": "the journal",
 }
 
+_COMMITS_MAX: Final = 4096  # A save that takes more iterations to be complete is not counted.
+
 
 class TrainingDisplay(Protocol):
     """A display of a job whose nodes have started."""
@@ -86,7 +88,7 @@ class JobObserver:
         self._predicted_peak_bytes = predicted_peak_bytes
         self._starting_s = self._began_s = time.monotonic()
         self._has_begun = False
-        self._committed_s = self._began_s
+        self._committed_s: dict[int, float] = {}  # By iterations done, newer than what is saved.
         self._checkpoint_s: list[float] = []
 
     def on_message(self, message: ToLauncher) -> None:
@@ -129,9 +131,7 @@ class JobObserver:
                 if message.warning:
                     self._display.note(message.warning)
             case Saved():
-                self._checkpoint_s.append(time.monotonic() - self._committed_s)
-                self._display.note(f"saved iteration {message.iteration}")
-                self._callbacks.post("on_save", message.iteration)
+                self._on_saved(message)
             case Unsaved():
                 self._recorder.add_event(
                     "save_failed", iteration=message.iteration, reason=message.reason
@@ -231,7 +231,9 @@ class JobObserver:
         return {"disk": disk, "memory": memory}
 
     def _on_committed(self, message: Committed) -> None:
-        self._committed_s = message.now_s
+        self._committed_s[message.iteration + 1] = message.now_s
+        if len(self._committed_s) > _COMMITS_MAX:
+            del self._committed_s[next(iter(self._committed_s))]
         record = self._recorder.on_committed(message)
         self._display.show_iteration(record)
         self._callbacks.post("on_commit", record)
@@ -254,6 +256,14 @@ class JobObserver:
             self._recorder.add_event("early", iteration=message.iteration, reason=reason)
             self._display.note(reason)
         self._has_trained = message.ends
+
+    def _on_saved(self, message: Saved) -> None:
+        committed = self._committed_s
+        if message.iteration in committed:
+            self._checkpoint_s.append(time.monotonic() - committed[message.iteration])
+        self._committed_s = {n: at_s for n, at_s in committed.items() if n > message.iteration}
+        self._display.note(f"saved iteration {message.iteration}")
+        self._callbacks.post("on_save", message.iteration)
 
     def _on_starting(self, message: Starting) -> None:
         self._recorder.on_starting(message)
