@@ -198,6 +198,29 @@ def test_training_ends_early_and_is_saved(server: ForkServer, tmp_path: Path) ->
     assert result.report.evaluations[-1].iteration < iteration
 
 
+class _Raising(Callbacks):
+    """Raises after the second iteration."""
+
+    def on_commit(self, record: IterationRecord) -> None:
+        if record.iteration == 1:
+            raise ZeroDivisionError("mine")
+
+
+def test_what_a_callback_raises_costs_no_report(server: ForkServer, tmp_path: Path) -> None:
+    """Nor the timelines: the job is saved, and the command writes both before it raises."""
+    job = _job(tmp_path / "raising", server, nodes=1)
+    job = replace(job, training=replace(job.training, iterations=400))
+
+    result = Job(job).run(server=server, callbacks=[_Raising()], trace=True)
+
+    assert repr(result.error) == "ZeroDivisionError('mine')"
+    assert 2 <= len(result.report.iterations) == result.report.final.iteration < 400
+    assert result.report.final.parameters_sha256
+    assert len(result.compared) == len(result.report.iterations)
+    (event,) = (event for event in result.report.events if event.kind == "lost")
+    assert "the launcher raised ZeroDivisionError('mine')" in event.reason
+
+
 class _Wrong:
     """The training data with other labels, so that the loss rises."""
 

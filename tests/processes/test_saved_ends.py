@@ -422,7 +422,7 @@ def test_what_a_display_raises_ends_the_job_saved(own_server: ForkServer, tmp_pa
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Job(config).run(server=own_server, display=At({4: act}))
+        Job(config).train(server=own_server, display=At({4: act}))
 
     config = replace(config, training=replace(config.training, iterations=3 * STEP))
     resumed = Job(config).train(resume=True, server=own_server)

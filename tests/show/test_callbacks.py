@@ -103,6 +103,19 @@ def test_what_one_raises_last_is_told_and_costs_no_result(
     assert "a callback raised ZeroDivisionError('mine')" in caplog.text
 
 
+def test_what_was_raised_is_not_told_again_and_nothing_is_called_after_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The report is made after the end, and may post that it has no hashes."""
+    noted = Noted(raises_at=0)
+    with CallbackThread([noted]) as thread, pytest.raises(ZeroDivisionError):
+        _post_many(thread)
+    thread.post("on_save", 1)
+
+    assert noted.calls == ["end"]
+    assert "a callback raised" not in caplog.text
+
+
 class _Leaves(Callbacks):
     def on_save(self, iteration: int) -> None:
         sys.exit(iteration)

@@ -7,6 +7,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import inf
 from typing import Final
@@ -29,6 +30,8 @@ from planaria.estimator.correction import Comparison, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.job.planning import Planned, mistake_error
 from planaria.job.predictions import Prediction, prediction
+from planaria.nodes.head.launcher import Launcher
+from planaria.nodes.head.process_events import restore_handlers
 from planaria.observe.measurements import EpochMeasurements
 from planaria.observe.metrics import (
     ActionRecord,
@@ -321,3 +324,31 @@ def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
             )
         case Ending.FINISHED | Ending.STOPPED:
             return None
+
+
+@contextmanager
+def explain_interrupts(launcher: Launcher, tier: Tier) -> Iterator[None]:
+    """Makes an interrupt after training say that nothing is lost by it.
+
+    Only Ctrl-C interrupts the work after training, the report of all that is saved, which takes
+    minutes for a large model.
+    """
+    with restore_handlers():
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if error.args or not launcher.has_ended:
+                raise
+            text = f"interrupted after training had ended; {newest_checkpoint_text(tier)}"
+            raise KeyboardInterrupt(text) from error
+
+
+@contextmanager
+def prefer_error(error: Exception | None) -> Iterator[None]:
+    """Raises an error that came first, if there is one, in place of one that is raised here."""
+    try:
+        yield
+    except Exception as later:
+        if error is None:
+            raise
+        raise error from later

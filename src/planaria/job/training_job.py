@@ -20,7 +20,7 @@ from typing import Protocol
 
 from planaria.checkpoint.disk.outgoing import save_as
 from planaria.checkpoint.disk.storage import absolute_path
-from planaria.checkpoint.disk.tiers import Start, Tier, newest_checkpoint_text, tier_of
+from planaria.checkpoint.disk.tiers import Start, Tier, tier_of
 from planaria.checkpoint.disk.time_limits import with_short_limit
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
@@ -30,7 +30,7 @@ from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import ModelProfile, NodeKind, Plan
 from planaria.core.records import Ended
 from planaria.core.specs import NodeSpec, Prepared
-from planaria.errors import ConfigError, PlanariaError
+from planaria.errors import ConfigError
 from planaria.estimator.correction import Comparison
 from planaria.estimator.time import Timeline
 from planaria.job.checks import check_inputs, check_machine, warnings_of
@@ -57,7 +57,13 @@ from planaria.job.planning import (
     prepare,
 )
 from planaria.job.predictions import predicted_peak_bytes
-from planaria.job.report import compared_iterations, failure_of, report_of
+from planaria.job.report import (
+    compared_iterations,
+    explain_interrupts,
+    failure_of,
+    prefer_error,
+    report_of,
+)
 from planaria.job.resources import check_room
 from planaria.job.save_facts import save_facts
 from planaria.nodes.daemon_threads import answer_of_thread
@@ -125,14 +131,14 @@ class TrainingResult:
         compared: predicted and measured timelines of the traced iterations.
         stopped: whether the user stopped the run before the last iteration; it is saved and ready
             to resume.
-        error: error that ended training early; None: none did.
+        error: exception that ended training early, such as one of a callback's; None: none did.
     """
 
     report: Report
     planned: Planned
     compared: tuple[Comparison, ...]
     stopped: bool
-    error: PlanariaError | None
+    error: Exception | None
 
     def measured_timelines(self) -> tuple[Timeline, ...]:
         """The measured timeline of each traced iteration; each rank's clock starts with it."""
@@ -341,9 +347,8 @@ class Job:
             with early:  # Machines that wait must be told.
                 begun = self._begin(held, display, options)
                 planned = _plan_of(begun, display, plan=plan, catalog=catalog)
-            config = begun.config
             display.show_plan(planned)
-            left = with_short_limit(tier, config.checkpoint)
+            left = with_short_limit(tier, begun.config.checkpoint)
             recorder = _recorder(planned, start_s)
             observer = _job_observer(planned, recorder, display, thread)
             launch_spec = _launch_spec(planned, injections, begun, trace, listening)
@@ -355,11 +360,12 @@ class Job:
                 other_journal=partial(_other_journal, held, begun, state),
                 head=begun.head,
             )
-            with _told_if_interrupted(launcher, left):
+            with explain_interrupts(launcher, left):
                 ended = launcher.run()
                 held.close()
-                observer.record_end(launcher.unfired_injections)
-                return _result(planned, ended, left, begun.parts, recorder, observer=observer)
+                return _result(
+                    planned, launcher, ended, left, begun.parts, recorder, observer=observer
+                )
 
     def _begin(self, held: ExitStack, display: Display, options: _RunOptions) -> _Begun:
         """Does what precedes planning; `held` holds what is opened for the run."""
@@ -559,25 +565,9 @@ def _launch_spec(
     return LaunchSpec(node, leader, tuple(injections))
 
 
-@contextmanager
-def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
-    """Makes an interrupt after training say that nothing is lost by it.
-
-    Only Ctrl-C interrupts the work after training, the report of all that is saved, which takes
-    minutes for a large model.
-    """
-    with restore_handlers():
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            if error.args or not launcher.has_ended:
-                raise
-            text = f"interrupted after training had ended; {newest_checkpoint_text(tier)}"
-            raise KeyboardInterrupt(text) from error
-
-
 def _result(
     planned: Planned,
+    launcher: Launcher,
     ended: Ended,
     tier: Tier,
     run: str,
@@ -585,15 +575,18 @@ def _result(
     *,
     observer: JobObserver,
 ) -> TrainingResult:
-    error = failure_of(ended, tier)
-    if error is None:
-        remove_parts(tier, run)
-    else:
-        observer.record_failure(str(error), ended)
-    return TrainingResult(
-        report=report_of(planned, tier, recorder, observer, ended),
-        planned=planned,
-        compared=tuple(compared_iterations(planned, recorder)),
-        stopped=ended.ending == Ending.STOPPED and not observer.early,
-        error=error,
-    )
+    with prefer_error(launcher.error):
+        observer.record_end(launcher.unfired_injections)
+        failure = failure_of(ended, tier)
+        error = launcher.error or failure
+        if failure is not None:
+            observer.record_failure(str(failure), ended)
+        if error is None:
+            remove_parts(tier, run)
+        return TrainingResult(
+            report=report_of(planned, tier, recorder, observer, ended),
+            planned=planned,
+            compared=tuple(compared_iterations(planned, recorder)),
+            stopped=ended.ending == Ending.STOPPED and not observer.early,
+            error=error,
+        )

@@ -56,7 +56,7 @@ class CallbackThread:
         self._callbacks = tuple(callbacks)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._is_closing = self._is_late = False
+        self._is_closing = self._is_late = self._has_raised = self._has_left = False
         self._stopping = ""
         self._thread = threading.Thread(target=self._run, name="callbacks", daemon=True)
         if callbacks:
@@ -68,12 +68,15 @@ class CallbackThread:
         return self._stopping
 
     def post(self, name: str, *arguments: object) -> None:
-        """Has the function of this name called.
+        """Has the function of this name called; nothing after the end of the context.
 
         Raises:
             Exception: a callback has raised it before.
         """
+        if self._has_left:
+            return
         if self._error is not None:
+            self._has_raised = True
             raise self._error
         for callbacks in self._callbacks:
             self._calls.put(partial(self._call, callbacks, name, arguments))
@@ -90,15 +93,17 @@ class CallbackThread:
         It waits for a minute, and after an exception for some seconds: what has been trained is
         saved, and no callback may keep its report.
         """
+        self._has_left = True
+        is_told = kind is not None or self._has_raised
         if not self._callbacks:
             return
         for callbacks in self._callbacks:
             self._calls.put(callbacks.on_end)
         self._calls.put(self._end)
-        self._thread.join(_END_S if kind is None else _LEAVE_S)
+        self._thread.join(_LEAVE_S if is_told else _END_S)
         if self._thread.is_alive():
             logger.warning("callbacks are not done; %s calls are left out", self._calls.qsize())
-        if self._error is not None and kind is None:
+        if self._error is not None and not is_told:
             logger.warning("a callback raised %r", self._error, exc_info=self._error)
 
     def _run(self) -> None:

@@ -139,7 +139,10 @@ class Launched:
 
     def run(self) -> Ended:
         with restore_handlers():
-            return self._launcher.run()
+            ended = self._launcher.run()
+        if self._launcher.error is not None:
+            raise self._launcher.error
+        return ended
 
     def run_in_notebook(self) -> Ended:
         """The same in a thread whose loop runs."""

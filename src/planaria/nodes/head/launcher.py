@@ -90,6 +90,9 @@ class Launcher:
         other_journal: returns another directory for the journal, or "" if there is none.
         head: the open port of a head, and the machines that have come to it; None: all nodes are
             processes of this machine.
+
+    Attributes:
+        error: exception that the observer or the launcher raised; it makes the job save and end.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Launcher:
         self._node_spec = msgspec.structs.replace(spec.node, token=token)
         self._injections = spec.injections
         self._observer = observer
-        self._error: Exception | None = None  # Raised in this process; makes the job end.
+        self.error: Exception | None = None
         self._processes = JobProcesses()
         self._local = LocalNodes(
             lambda nodes: Forker(
@@ -183,11 +186,10 @@ class Launcher:
         )
 
     def run(self) -> Ended:
-        """Runs the job to its end, and ends all its processes.
+        """Runs the job to its end, and ends all its processes; see `error`.
 
         Raises:
             KeyboardInterrupt: the user ended the job at once; the text says what that cost.
-            Exception: the observer or the launcher raised; the live state was saved if possible.
         """
         if self._head is not None:
             ended = self._head.runner.run(self._run())
@@ -200,12 +202,11 @@ class Launcher:
                 ended = run_in_thread(loop, self._run())
         for text in discard(self._tier, sorted(self._unsaved), run=self._node_spec.parts):
             self._warn(text)
-        if self._error is not None:
+        if self.error is not None:
             logger.warning(
                 "the job has ended, %s; %s", ended.reason, newest_checkpoint_text(self._tier)
             )
-            raise self._error
-        if self._interruption:
+        elif self._interruption:
             saved_text = f"; {newest_checkpoint_text(self._tier)}" if self._stop_requested else ""
             raise KeyboardInterrupt(f"{self._interruption}{saved_text}")
         return ended
@@ -330,16 +331,16 @@ class Launcher:
     # -- the coordinator --------------------------------------------------------------------------
 
     def _save_and_raise(self, error: Exception) -> bool:
-        """Makes the job save and end; `run` raises the first error that was given here.
+        """Makes the job save and end; the first error that is given here is kept.
 
         Returns:
             Whether it is the first.
         """
-        if self._error is not None:
-            if repr(error) != repr(self._error):
+        if self.error is not None:
+            if repr(error) != repr(self.error):
                 logger.warning("the launcher raised %r", error)
             return False
-        self._error = error
+        self.error = error
         self._leaders.save_and_end(f"the launcher raised {error!r}")
         return True
 
@@ -402,7 +403,7 @@ class Launcher:
         self._pass_to_observer(message)
 
     def _on_leader_restart(self, lost_s: float, now_s: float) -> None:
-        if self._error is None:
+        if self.error is None:
             call = partial(self._observer.on_coordinator_restart, lost_s=lost_s, now_s=now_s)
             self._call_observer(call)
 
