@@ -271,6 +271,16 @@ def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> No
     assert (fired.iteration, fired.step, fired.fired) == (7, "~2.5", True)
 
 
+def test_a_fault_of_a_recovery_is_told_at_the_iteration_where_it_struck() -> None:
+    """It waits for the first recovery from there on, which may be much later."""
+    run = recorder()
+    run.on_committed(commit_message(39, 16.0))
+    run.on_recovering(loss_message(17.0, 5))
+    run.on_fault(kill("kill:6@5.transfer"), now_s=17.5)
+
+    assert [event.iteration for event in run.events() if event.step == "transfer"] == [40]
+
+
 def test_events_are_in_the_order_in_which_they_happened() -> None:
     """A loss is told of before what came of it, whether it is over or not."""
     run = recorder()

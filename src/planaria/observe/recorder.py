@@ -300,7 +300,7 @@ class Recorder:
     def on_fault(self, injection: Injection, *, now_s: float) -> None:
         """Records an injected fault; for a join the injection has the numbers of the nodes."""
         event = replace(injected_event(injection), at_s=now_s - self.ledger.start_s)
-        if injection.place.at_s >= 0.0:
+        if injection.place.at_s >= 0.0 or injection.place.is_in_recovery:
             event = replace(event, iteration=self.next_iteration)
         if injection.kind == "slow" and injection.value == 1.0:
             event = replace(event, kind="unslowed")
