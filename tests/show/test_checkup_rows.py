@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 
 from planaria.core.checkups import CheckResult, ClusterCheckup, MachineCheckup, PathCheck
 from planaria.show.checkup_rows import checkup_rows
@@ -167,6 +168,25 @@ def test_a_path_from_the_head_is_needed_by_nobody() -> None:
     broken = path("head", "a", problem="no route")
 
     assert told(machine("a"), machine("b"), paths=(broken,)).of("path")[0][3] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("num_fatal", "verdict"), [(0, "warning"), (12, "warning"), (13, "problem")]
+)
+def test_broken_paths_that_are_left_out_are_a_problem_only_if_one_of_them_is(
+    num_fatal: int, verdict: str
+) -> None:
+    """Those that nothing needs are told last."""
+    names = [f"m{index}" for index in range(13)]
+    paths = [path("head", name, problem="no route") for name in names]
+    paths += [path("m0", name, problem="no route") for name in names[1:]][:num_fatal]
+    paths += [path("m1", "m0", problem="no route")] * (num_fatal - 12)
+    rows = told(*map(machine, names), paths=tuple(paths))
+
+    shown = [row[3] for row in rows.of("path")]
+    assert shown == ["problem"] * min(num_fatal, 12) + ["warning"] * max(0, 12 - num_fatal)
+    (left,) = (row for row in rows.of("paths") if "more are broken" in row[2])
+    assert left[2:4] == (f"{len(paths) - 12} more are broken", verdict)
 
 
 def test_many_paths_are_one_row() -> None:

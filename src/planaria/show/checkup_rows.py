@@ -123,7 +123,10 @@ def _machine_rows(machines: Sequence[MachineCheckup]) -> Iterator[Row]:
 
 def _path_rows(checkup: ClusterCheckup) -> Iterator[Row]:
     """The paths between machines: broken ones, slow ones, and the others."""
-    broken = [path for path in checkup.paths if path.problem]
+    # Nothing needs those from the head.
+    broken = sorted(
+        (path for path in checkup.paths if path.problem), key=lambda path: path.source == HEAD
+    )
     for path in broken[:_ROWS_MAX]:
         remedy = (
             "open all TCP ports between the machines, or have the target name another address with "
@@ -137,7 +140,8 @@ def _path_rows(checkup: ClusterCheckup) -> Iterator[Row]:
     if len(broken) > _ROWS_MAX:
         value = f"{len(broken) - _ROWS_MAX} more are broken"
         remedy = "--json lists them"
-        check = CheckResult(subject="paths", value=value, remedy=remedy, is_fatal=True)
+        is_fatal = any(path.source != HEAD for path in broken[_ROWS_MAX:])
+        check = CheckResult(subject="paths", value=value, remedy=remedy, is_fatal=is_fatal)
         yield Row("machines", check)
     well = [path for path in checkup.paths if not path.problem]
     best = _best_rates(well)
