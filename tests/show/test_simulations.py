@@ -8,7 +8,7 @@ from rich.console import Console
 
 from helpers.simulated_clusters import small
 from planaria.observe.ledger import Category
-from planaria.show.simulations import simulation_table, sweep_table
+from planaria.show.simulations import _mean_text, simulation_table, sweep_table
 from planaria.simulator.economics.compare import JobOutcome, Outcomes
 
 
@@ -75,6 +75,19 @@ def test_a_share_is_told_from_none() -> None:
     assert "-" in rows["planaria"].split()
     assert "-" not in rows["bamboo"].split()
     assert "< 0.1%" in rows["planaria"]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_number_of_a_sweep_is_lost_beside_long_names(width: int) -> None:
+    """The names are folded, and no letter of them is left out."""
+    setting = "cluster.first_key=" + "0123456789" * 9
+    text = text_of(sweep_table({f"{setting}-{index}": OUTCOMES for index in (1, 2)}), width=width)
+
+    assert text.count(_mean_text(OUTCOMES["planaria"])) == 2 * len(OUTCOMES)
+    names = "".join(line.split()[0] for line in text.splitlines() if line.strip())
+    assert f"{setting}-1" in names
+    assert f"{setting}-2" in names
+    assert all(len(line) <= width for line in text.splitlines())
 
 
 def test_a_sweep_of_many_systems_is_whole_at_80_columns() -> None:

@@ -22,6 +22,7 @@ from planaria.simulator.economics.compare import (
 )
 
 VERSION: Final = 1
+_NAME_LETTERS_MIN: Final = 12
 _UNBOUNDED: Final = 10_000  # Number of columns of a terminal that is wider than any table.
 
 
@@ -189,6 +190,8 @@ def _mean_text(runs: Sequence[JobOutcome]) -> str:
 class _StackedTable:
     """A table whose columns go on in another table below where the terminal is too narrow.
 
+    A name in the first column that leaves no room for any other is folded.
+
     Args:
         first: heading of the first column, which each of these tables has.
         names: cells of the first column.
@@ -203,17 +206,29 @@ class _StackedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The tables, each with as many columns as there is room for, and at least one."""
         unbounded = options.update(max_width=_UNBOUNDED)
+
+        def num_over(headings: Sequence[str], letters: int) -> int:
+            table = self._table(headings, letters)
+            return console.measure(table, options=unbounded).maximum - options.max_width
+
+        longest = letters = max(len(name) for name in (self._first, *self._names))
+        most_over = max((num_over([heading], longest) for heading in self._columns), default=0)
+        if most_over > 0:
+            letters = max(_NAME_LETTERS_MIN, min(longest - most_over, options.max_width // 2))
         headings: list[str] = []
         for heading in self._columns:
-            wider = self._table([*headings, heading])
-            if headings and console.measure(wider, options=unbounded).maximum > options.max_width:
-                yield self._table(headings)
+            if headings and num_over([*headings, heading], letters) > 0:
+                yield self._table(headings, letters)
                 headings = []
             headings.append(heading)
-        yield self._table(headings)
+        yield self._table(headings, letters)
 
-    def _table(self, headings: Sequence[str]) -> Table:
+    def _table(self, headings: Sequence[str], letters: int) -> Table:
+        """The table with these columns, and with names of this width."""
         table = _table(self._first, *headings)
+        table.columns[0].width = letters
+        table.columns[0].no_wrap = False
+        table.columns[0].overflow = "fold"
         for row, name in enumerate(self._names):
             table.add_row(name, *(self._columns[heading][row] for heading in headings))
         return table
