@@ -54,6 +54,7 @@ def chaos(
     overrides = list(settings or ())
     console = _Console()
     outcomes: list[RunOutcome] = []
+    is_written = True
     runs = Chaos(named_job(job, overrides), seed=seed, doing=console.tell)
     try:
         for outcome in runs.outcomes(minutes=minutes):
@@ -68,10 +69,20 @@ def chaos(
     finally:
         console.close(*((score_table(outcomes), f"seed {seed}") if outcomes else ()))
         if outcomes and report is not None:
-            data = msgspec.json.encode({"seed": seed, "score": score(outcomes), "runs": outcomes})
-            write("--report", report, msgspec.json.format(data, indent=2))
-    if any(outcome.violations for outcome in outcomes):
+            is_written = _write_report(report, seed, outcomes)
+    if not is_written or any(outcome.violations for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def _write_report(path: Path, seed: int, outcomes: list[RunOutcome]) -> bool:
+    """Writes the report, or says why it cannot: that is not to hide how the runs have ended."""
+    data = msgspec.json.encode({"seed": seed, "score": score(outcomes), "runs": outcomes})
+    try:
+        write("--report", path, msgspec.json.format(data, indent=2))
+    except ConfigError as error:
+        typer.echo(f"planaria: {error}", err=True)
+        return False
+    return True
 
 
 def _keep(outcome: RunOutcome, path: Path) -> str:
