@@ -305,6 +305,18 @@ def test_options_of_a_head_that_mean_nothing_are_refused(
     assert_mistake(command("train", str(PACED), *options), told)
 
 
+def test_the_path_of_a_profile_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets were left out as markup, and a long path was broken."""
+    measured = read_profile(PACED.with_name("paced-profile.json"))
+    job = SimpleNamespace(profile=lambda: measured)
+    monkeypatch.setattr(cli, "named_job", lambda *_: job)
+    Path("job.toml").touch()
+    path = Path("[fast]") / ("long" * 30) / "p.json"
+    path.parent.mkdir(parents=True)
+
+    assert command("profile", "job.toml", "-o", str(path)).output.endswith(f" layers to {path}\n")
+
+
 def test_chaos_tells_what_it_has_found_also_where_it_cannot_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -62,6 +62,13 @@ def test_a_drain_waits_for_a_number_of_seconds(seconds: str) -> None:
     assert_mistake(command("drain", "3", f"--timeout={seconds}"), "--timeout", "above 0")
 
 
+def test_the_reply_to_a_drain_is_one_line_as_it_is() -> None:
+    """Brackets were left out as markup, and a long line was broken."""
+    text = f"node 3 has left: it was [red]asked[/red] to, {'long ' * 30}ago"
+
+    assert asked_here(RequestReply(is_done=True, text=text), "drain", "3").output == f"{text}\n"
+
+
 def asked_over_network(reply: RequestReply, *arguments: str) -> tuple[Result, list[Request]]:
     """A command that asks a head, and what it asks; HEAD stands for the head's address."""
     requests: list[Request] = []

@@ -41,7 +41,7 @@ def drain(
     answer = ask_job(Drain(node), head=head, token_file=token_file, job=job, timeout_s=timeout_s)
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)
-    Console().print(answer.text)
+    Console(highlight=False, soft_wrap=True).print(answer.text, markup=False)
 
 
 @exit_codes()

@@ -151,4 +151,5 @@ def profile(
     measures_all = ["training.activation_checkpointing=auto", "model.profile="]
     measured = named_job(job, [*(settings or ()), *measures_all]).profile()
     write("--output", output, encode_profile(measured))
-    Console().print(f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}")
+    text = f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}"
+    Console(highlight=False, soft_wrap=True).print(text, markup=False)
