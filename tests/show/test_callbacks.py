@@ -167,6 +167,9 @@ class _Written:
         self.begun.append(directory)
         return self
 
+    def login(self) -> bool:
+        return True
+
     def init(self, **arguments: Any) -> "_Written":
         self.begun.append(arguments)
         return self
@@ -192,7 +195,7 @@ def test_curves_go_where_they_are_looked_at(kind: Any, monkeypatch: pytest.Monke
     written = _Written()
     for name in ("tensorboard", "tensorboard.summary", "wandb"):
         module: Any = ModuleType(name)
-        module.Writer, module.init = written.Writer, written.init
+        module.Writer, module.init, module.login = written.Writer, written.init, written.login
         monkeypatch.setitem(sys.modules, name, module)
     record = IterationRecord(
         iteration=4,
@@ -257,3 +260,46 @@ def test_a_package_that_is_not_installed_is_named(
 
     with pytest.raises(ConfigError, match=f"pip install {package}"):
         kind("here")
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "function", "option"),
+    [
+        (TensorBoard, "tensorboard.summary", "Writer", "--tensorboard"),
+        (WandB, "wandb", "login", "--wandb"),
+    ],
+)
+def test_a_tracker_that_cannot_begin_is_a_mistake(
+    kind: Any, package: str, function: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that cannot be written, or no account: it was a traceback."""
+    module: Any = ModuleType(package)
+    setattr(module, function, lambda *_: _fail())
+    monkeypatch.setitem(sys.modules, package, module)
+
+    with pytest.raises(ConfigError, match=rf"{option} = 'here': cannot begin: .*no space left"):
+        kind("here")
+
+
+@pytest.mark.parametrize(("arguments", "logs_in"), [({}, True), ({"mode": "offline"}, False)])
+def test_a_run_of_wandb_begins_with_what_is_recorded_first(
+    arguments: dict[str, Any], logs_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was refused left an empty one behind. Whether there is an account is seen before,
+    unless none is needed."""
+    written, logins = _Written(), list[bool]()
+    module: Any = ModuleType("wandb")
+    module.init, module.login = written.init, lambda: logins.append(True)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+    WandB("here").on_end()
+    logins.clear()
+    tracker = WandB("here", **arguments)
+
+    assert bool(logins) == logs_in
+    assert (written.begun, written.has_ended) == ([], False)
+    tracker.on_save(5)
+    tracker.on_save(6)
+    tracker.on_end()
+    assert [begun["project"] for begun in written.begun] == ["here"]
+    assert written.has_ended

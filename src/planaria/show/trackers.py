@@ -7,7 +7,8 @@ memory, loss and metrics of held-out data, the seconds that events cost, and sav
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -76,13 +77,14 @@ class TensorBoard(_Tracker):
         directory: directory that TensorBoard is to show.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package is not installed, or the directory cannot be written to.
     """
 
     def __init__(self, directory: str) -> None:
         super().__init__()
-        module = _package("tensorboard.summary", "--tensorboard", directory)
-        self._writer: Any = module.Writer(directory)
+        with _refuse("--tensorboard", directory, package="tensorboard"):
+            module = importlib.import_module("tensorboard.summary")
+            self._writer: Any = module.Writer(directory)
 
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
         for name, value in numbers.items():
@@ -96,37 +98,49 @@ class TensorBoard(_Tracker):
 class WandB(_Tracker):
     """Sends the curves of a job to Weights & Biases; needs the package wandb.
 
+    A run begins there with the first numbers, so that a job that is refused leaves no empty one.
+
     Args:
         project: name of the project.
         job: job whose keys are shown beside the curves.
         arguments: further arguments of `wandb.init`.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package is not installed, or its user is not logged in.
     """
 
     def __init__(self, project: str, job: JobConfig | None = None, **arguments: Any) -> None:
         super().__init__()
-        module = _package("wandb", "--wandb", project)
+        with _refuse("--wandb", project, package="wandb"):
+            self._module: Any = importlib.import_module("wandb")
+            if "mode" not in arguments:  # Such as "offline", where nobody need be logged in.
+                self._module.login()
         config = {} if job is None else asdict(job)
         name = None if job is None else job.name
-        settings = {"name": name, "config": config} | arguments
-        self._run: Any = module.init(project=project, **settings)
-        # Else curves would be drawn over the number of calls.
-        self._run.define_metric("iteration")
-        self._run.define_metric("*", step_metric="iteration")
+        self._arguments = {"project": project, "name": name, "config": config} | arguments
+        self._run: Any = None
 
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
+        if self._run is None:
+            self._run = self._module.init(**self._arguments)
+            # Else curves would be drawn over the number of calls.
+            self._run.define_metric("iteration")
+            self._run.define_metric("*", step_metric="iteration")
         # Iterations that are done again go back, so that a step of wandb's own would be refused.
         self._run.log({**numbers, "iteration": iteration})
 
     def end(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()
 
 
-def _package(name: str, option: str, value: str) -> Any:
-    package = name.partition(".")[0]
+@contextmanager
+def _refuse(option: str, value: str, *, package: str) -> Iterator[None]:
+    """Turns what a package raises into a mistake of its option."""
     try:
-        return importlib.import_module(name)
+        yield
     except ModuleNotFoundError as error:
         raise ConfigError(option, value, f"it needs a package: pip install {package}") from error
+    except Exception as error:
+        text = " ".join(str(error).split()) or repr(error)
+        raise ConfigError(option, value, f"cannot begin: {text}") from error
