@@ -20,6 +20,7 @@ from helpers.recorder_messages import (
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.inject import Injection
+from planaria.core.kinds import ChangeKind
 from planaria.core.records import DecisionInputs
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import EventRecord
@@ -257,6 +258,20 @@ def test_a_standby_node_is_not_taken_for_one_that_came_to_join() -> None:
         ("join", (8,)),
         ("joined", (7,)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(ChangeKind.DRAIN, "drained"), (ChangeKind.PREEMPT, "preempted")]
+)
+def test_a_node_that_is_taken_away_is_told_from_one_that_a_user_drains(
+    kind: ChangeKind, told: str
+) -> None:
+    """A notice of the cloud was said to be the user's wish."""
+    run = recorder()
+    message = msgspec.structs.replace(change_message(), kinds={6: kind})
+    run.on_changed(message, predicted_peak_bytes=555)
+
+    assert [(event.kind, event.nodes) for event in run.events()] == [(told, (6,))]
 
 
 def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> None:

@@ -216,7 +216,7 @@ def test_a_signal_of_a_scheduler_to_a_node_is_a_notice(
     result = Job(config).run(server=server, display=Watching(2, send))
 
     (left,) = check(result, calm)
-    assert left.kind == "drained"
+    assert left.kind == "preempted"
     assert len(result.report.final.nodes) == 3
     wait_for(lambda: not psutil.Process(server.pid).children(), what="all processes gone")
 
@@ -238,6 +238,6 @@ def test_a_node_whose_notice_file_appears_is_planned_out(
 
     assert result.error is None
     (left,) = recoveries(result)
-    assert (left.kind, left.nodes, left.redone_samples) == ("drained", (2,), 0)
+    assert (left.kind, left.nodes, left.redone_samples) == ("preempted", (2,), 0)
     assert 2 not in result.report.final.nodes
     assert [record.iteration for record in result.report.iterations] == list(range(16))

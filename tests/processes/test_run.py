@@ -103,7 +103,7 @@ def test_machines_train_a_job_with_one_command_and_are_taken_back(
     role = f"this machine is the head and an agent: rank 0 (PET_NODE_RANK); {nnodes} machines"
     assert role in head.output
     report = json.loads((tmp_path / "report-0.json").read_text())
-    left = [event for event in report["events"] if event["kind"] == "drained"]
+    left = [event for event in report["events"] if event["kind"] == "preempted"]
     assert sum(len(event["nodes"]) for event in left) == 1 + num_noticed
     assert not any(event["redone_samples"] for event in report["events"])
     assert len(report["iterations"]) == report["final"]["iteration"] == 25

@@ -229,6 +229,18 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             "iteration 4: node 3 was told to leave (by its machine)",
         ),
         (
+            EventRecord(kind="preempted", nodes=(3, 4), iteration=4),
+            "iteration 4: nodes 3, 4 had notice that they would be gone",
+        ),
+        (
+            EventRecord(kind="preempted", nodes=(3,), iteration=4),
+            "iteration 4: node 3 had notice that it would be gone",
+        ),
+        (
+            EventRecord(kind="drained", nodes=(3,), iteration=4),
+            "iteration 4: node 3 left, as the user asked",
+        ),
+        (
             EventRecord(kind="unslowed", nodes=(1,), iteration=20, step="start"),
             "iteration 20, start: node 1 got its speed back",
         ),

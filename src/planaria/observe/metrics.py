@@ -107,8 +107,8 @@ class EventRecord:
 
     Attributes:
         kind: kind of the injected fault ("unslowed" for slow=1); for other events lost, crash,
-            stall, leader, degraded, joined, drained, slow, fast, reformed, early, granted, machine,
-            unfit, save_failed, or what failed.
+            stall, leader, degraded, joined, drained, preempted, slow, fast, reformed, early,
+            granted, machine, unfit, save_failed, or what failed.
         nodes: nodes concerned.
         iteration: iteration that was in progress.
         step: step of the iteration, or of the recovery, at which a fault was injected; "": none.

@@ -471,7 +471,7 @@ class Recorder:
         report_kind = {
             "join": "joined",
             "drain": "drained",
-            "preempt": "drained",
+            "preempt": "preempted",
             "reform": "reformed",
         }.get(kind, kind)
         return next(self._orders), EventRecord(kind=report_kind, nodes=nodes, iteration=-1)

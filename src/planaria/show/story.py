@@ -21,6 +21,7 @@ _NODE_TEXTS = {
     "join": "joined",
     "joined": "joined",
     "drained": "left, as the user asked",
+    "preempted": "had notice that it would be gone",
     "reformed": "got other work",
     "lost": "was lost",
 }
@@ -72,7 +73,8 @@ def _event_text(event: EventRecord) -> str:
             was = f"had a worker that {_end_text(event)}"
         if event.kind == "join" and not event.answer:
             was = "came to join"
-        was = was if len(event.nodes) == 1 else was.replace("was ", "were ")
+        if len(event.nodes) > 1:
+            was = was.replace("was ", "were ").replace("that it ", "that they ")
         what = f"{noun} {nodes} {was}"
     elif event.nodes:
         what = f"{event.kind}: node {nodes}"

@@ -234,7 +234,7 @@ def _happenings(run: RecordedRun) -> _Happenings:
             happenings.add(event.at_s, partial(_lose, gone))
         elif event.kind in ("join", "joined") and event.nodes:
             happenings.add(event.at_s, partial(_take_back, event.nodes))
-        elif event.kind in ("preempt", "drained") and event.nodes:
+        elif event.kind in ("preempt", "preempted", "drained") and event.nodes:
             notice_s = event.value or run.planned.config.cluster.notice_s
             happenings.add(event.at_s, partial(_give_notice, event.nodes, notice_s))
         elif event.kind == "unslowed" or (event.kind == "slow" and event.value):
