@@ -203,6 +203,25 @@ def test_of_many_stages_those_that_are_furthest_off_are_shown() -> None:
     assert {row[0] for row in found} == {f"forward of layer {n}" for n in range(16, 40)}
 
 
+@pytest.mark.parametrize("has_tensors", [True, False])
+def test_of_many_ranks_those_with_the_most_to_tell_are_shown(has_tensors: bool) -> None:
+    """The furthest off, or the fullest where nothing can be compared; the others are counted."""
+    many = tuple(
+        replace(
+            memory(rank, tensor_bytes=((1 << 20) + (rank << 14)) * has_tensors),
+            measured_bytes=(8 << 20) + (rank << 14),
+        )
+        for rank in range(40)
+    )
+
+    found = [row[0] for row in stripped(report(memory=many))]
+
+    shown = [f"memory of rank {rank}" for rank in range(39, 15, -1)]
+    assert found == [*shown, "memory of 16 more ranks is not shown"]
+    few = [row[0] for row in stripped(report(memory=many[:24]))]
+    assert few == [f"memory of rank {rank}" for rank in range(24)]
+
+
 def timeline(scale: float, *, num_ranks: int = 2) -> Timeline:
     spans = tuple(
         Span(rank, lane, parse_action(text), scale * start_s, scale * end_s)

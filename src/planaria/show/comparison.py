@@ -14,9 +14,15 @@ from planaria.observe.metrics import (
     MemoryRecord,
     Report,
 )
-from planaria.show.words import bytes_text, layers_text, seconds_range_text, seconds_text
+from planaria.show.words import (
+    bytes_text,
+    count_text,
+    layers_text,
+    seconds_range_text,
+    seconds_text,
+)
 
-_ROWS_MAX = 24  # Rows of actions; those that are furthest off are kept.
+_ROWS_MAX = 24  # Rows of actions, and of memory; those that are furthest off are kept.
 _NAME_LETTERS_MIN = 12
 _NAMES = {"F": "forward", "B": "backward", "BI": "backward, input", "BW": "backward, weights"}
 
@@ -55,9 +61,7 @@ def _texts(report: Report) -> Iterator[tuple[str, ...]]:
             is_part = event.predicted_recovery_s_max > 0.0
             name = f"{_transition_name(event)}{', transition' if is_part else ''}"
             yield _row_texts(name, event.predicted_downtime_s, 0.0, event.transition_s)
-    for record in report.memory:
-        if record.epoch == report.memory[-1].epoch:
-            yield f"memory of rank {record.rank}", *_memory_texts(record)
+    yield from _memory_rows(report.memory)
 
 
 def _row_texts(
@@ -92,6 +96,24 @@ def _range_off_text(event: EventRecord) -> str:
     is_short = event.recovery_s < event.predicted_recovery_s_min
     nearest_s = event.predicted_recovery_s_min if is_short else event.predicted_recovery_s_max
     return off_text(nearest_s, event.recovery_s)
+
+
+def _memory_rows(records: Sequence[MemoryRecord]) -> Iterator[tuple[str, ...]]:
+    """A row per rank in the newest epoch; if there are more than _ROWS_MAX, those of the ranks that
+    are furthest off, or fullest where nothing can be compared, and the number of the others."""
+    newest = [record for record in records if record.epoch == records[-1].epoch]
+    num_left = len(newest) - _ROWS_MAX
+    if num_left > 0:
+        newest = sorted(newest, key=_memory_key, reverse=True)[:_ROWS_MAX]
+    for record in newest:
+        yield f"memory of rank {record.rank}", *_memory_texts(record)
+    if num_left > 0:
+        yield f"memory of {count_text(num_left, 'more rank')} is not shown", "", "", "", ""
+
+
+def _memory_key(record: MemoryRecord) -> tuple[float, int]:
+    off = record.tensor_bytes / (record.predicted_bytes or 1) - 1.0 if record.tensor_bytes else 0.0
+    return abs(off), record.measured_bytes
 
 
 def _memory_texts(record: MemoryRecord) -> tuple[str, ...]:
