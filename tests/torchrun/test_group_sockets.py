@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from helpers.connections import connected, ends, is_shut
-from helpers.linked_ranks import TIMEOUT_S, link_ranks, wait_until
+from helpers.linked_ranks import TIMEOUT_S, link_ranks, tag, wait_until
 from planaria.errors import ConfigError
 from planaria.torchrun import group_sockets, survivors
 from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.group_sockets import LossWatch, check_errors_stay, shut
+from planaria.transport.connection import Tag, header
 
 
 def test_only_named_connections_are_shut() -> None:
@@ -189,3 +190,36 @@ def test_a_peer_of_which_nothing_is_heard_is_told_to_all(monkeypatch: pytest.Mon
     for pair in pairs:
         for sock in pair:
             sock.close()
+
+
+def test_a_peer_of_which_a_large_message_still_arrives_is_not_taken_for_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its beats wait behind a shard that is restored, which may take minutes."""
+    monkeypatch.setattr(group_sockets, "SILENCE_S", 1.0)
+    with link_ranks(2) as (here, busy):
+        waits: list[int] = []
+        receive = here.receive
+
+        def counted_receive(peer: int, wanted: Tag, *, timeout_s: float) -> Any:
+            waits.append(peer)
+            return receive(peer, wanted, timeout_s=timeout_s)
+
+        monkeypatch.setattr(here, "receive", counted_receive)
+        watch = LossWatch(here, 2, ())
+        link = busy._link(0)
+        assert link is not None
+
+        def send(content: bytes) -> None:
+            with link.lock:
+                link.append([memoryview(content)])
+
+        send(header(0, tag(0), 1 << 20))
+
+        def goes_on() -> bool:
+            send(b"part")
+            return watch.is_alarmed or len(waits) > 3
+
+        wait_until(goes_on)
+        assert not watch.is_alarmed
+        wait_until(lambda: watch.is_alarmed)  # No more comes.

@@ -277,6 +277,8 @@ class Connection:
         deadline_s: time at which the handshake is given up, by the monotonic clock.
         is_used: whether an epoch of this rank has relied on the connection.
         is_severed: whether a cut blocks the connection for now (transport/cuts.py).
+        heard_s: moment at which bytes last came, by the monotonic clock; that at which the
+            connection was made if none have.
         lock: must be held to write to the socket or close it: a descriptor that is closed during
             another thread's write may belong to another file by then.
     """
@@ -299,7 +301,8 @@ class Connection:
         self.untried = untried or []
         self.peer = -1
         self.has_own_clock = False
-        self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self.heard_s = time.monotonic()
+        self.deadline_s = self.heard_s + HANDSHAKE_TIMEOUT_S
         self.is_used = False
         self.is_severed = False
         self.lock = threading.Lock()
@@ -403,6 +406,7 @@ class Connection:
                 if count == 0:
                     raise ConnectionError("closed by peer")
                 num_read += count
+                self.heard_s = time.monotonic()
                 if self._header is not None and self._hashes(self._header.tag):
                     self._hasher.update(self._view[:count])
                 self._view = self._view[count:]

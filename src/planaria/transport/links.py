@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -283,6 +284,15 @@ class Links:
         """The peers whose links have broken in this epoch, with the reasons."""
         with self._changed:
             return dict(self._lost)
+
+    def silence_s(self, peer: int) -> float:
+        """Seconds since bytes last came from a peer, be they of a message that still arrives.
+
+        Infinity if no link to it is up.
+        """
+        with self._changed:
+            connection = self._peers.get(peer)
+            return time.monotonic() - connection.heard_s if connection else inf
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Blocks until a condition on messages and links is true.
