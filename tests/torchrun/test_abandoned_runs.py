@@ -13,6 +13,7 @@ from torch.optim import SGD
 from helpers.keepers import keepers
 from planaria.errors import CheckpointError
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+from planaria.torchrun.restores import Restores
 
 
 @pytest.fixture
@@ -126,3 +127,28 @@ def test_memory_of_another_model_is_not_a_beginning_from_scratch(place: Path) ->
 
     with run(place, slot=0, num_slots=1) as again:
         assert restored(again) == (9, [9.0, 9.0])
+
+
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_what_was_complete_once_is_not_dropped_by_a_run_that_lacks_a_part_of_it(
+    is_torn: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run before was cut off in its second save, or restored a version, and saved none."""
+    with run(place, slot=0, num_slots=1) as first:
+        save(first, 9)
+        first.wait_ended()
+        arena = first._memory.arena
+        (label,) = arena.versions()[0]
+        if is_torn:
+            later = label._replace(age=10)
+            arena.begin(0, later, head=b"", num_bytes=10, piece_bytes=10)
+    with run(place, slot=0, num_slots=1) as second:
+        if not is_torn:
+            assert restored(second) == (9, [9.0, 9.0])
+
+    monkeypatch.setattr(Restores, "_shards", lambda _: {label: frozenset()})
+    with (
+        run(place, slot=0, num_slots=1) as third,
+        pytest.raises(CheckpointError, match="iteration 9 lacks shards 0 of 1"),
+    ):
+        third.restore()

@@ -184,6 +184,7 @@ class GroupCopies:
             reason = self._restore_version(label, label in in_memory, label in on_disk)
             if not reason:
                 self._complete_label, self._saved = label, label.age - 1
+                self._memory.note_complete(label)
                 if not (saves.is_listed or self.rank):
                     logger.warning("there may be newer saves than what memory had: %s", problem)
                 self._note_persisted(label, on_disk)
@@ -382,12 +383,11 @@ class GroupCopies:
         )
         self._check_not_aborted()
         if are_free and are_whole:
-            copier.complete()
-            age = copier.complete_label.age if copier.complete_label else 0
-            is_due = age // self._options.persist_every > self._num_persisted or not are_saved
-            if are_quiet and is_due:
-                assert copier.complete_label is not None
-                self._persist(copier.complete_label, {n: n for n in range(self._num_shards)})
+            label = copier.complete()
+            self._memory.note_complete(label)
+            is_due = label.age // self._options.persist_every > self._num_persisted
+            if are_quiet and (is_due or not are_saved):
+                self._persist(label, {n: n for n in range(self._num_shards)})
             self._memory.drop_older()
         return are_free and are_owned
 

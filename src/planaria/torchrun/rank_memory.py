@@ -73,8 +73,8 @@ class RankMemory:
         self._can_be_kept = True
         self.place = place.absolute()
         self.node = f"{socket.gethostname()}:{place}#{self._slot.keeper_id}"
-        self.arena = Arena(self._slot.fd)
-        self.older = [Arena(fd) for fd in self._slot.further_fds]
+        self.arena = _open_arena(self._slot.fd)
+        self.older = [_open_arena(fd) for fd in self._slot.further_fds]
         self.filler = Filler(torch.get_num_threads())
 
     def versions(self) -> dict[int, tuple[Label, ...]]:
@@ -86,20 +86,18 @@ class RankMemory:
         return versions
 
     def labels_once_complete(self) -> tuple[Label, ...]:
-        """The labels of versions here that were once complete on all ranks.
+        """The labels of versions here that were once complete on all ranks, as far as is known."""
+        arenas = (self.arena, *self.older)
+        return tuple(sorted({label for arena in arenas for label in arena.complete_labels()}))
 
-        Beside a version that is not, an arena has only the one that was complete when it began.
-        """
-        completed: set[Label] = set()
+    def note_complete(self, label: Label) -> None:
+        """Notes that a version was complete on all ranks, for those that come after this one."""
         for arena in (self.arena, *self.older):
-            whole = {label for labels in arena.versions().values() for label in labels}
-            begun = sorted(whole | arena.torn, key=lambda label: (label.epoch, label.age))
-            completed |= whole & {*begun[:-1]}
-        return tuple(sorted(completed))
+            arena.note_complete(label)
 
     def adopt(self) -> None:
         """Takes over what ranks of this node that have died have left here, to read."""
-        self.older += map(Arena, self._slot.adopt())
+        self.older += map(_open_arena, self._slot.adopt())
 
     def drop_older(self) -> None:
         """Drops what ranks that are no more have left here."""
@@ -128,6 +126,19 @@ class RankMemory:
         """Ends the keeper, and with it all copies of the node."""
         self.filler.close()
         self._slot.end()
+
+
+def _open_arena(fd: int) -> Arena:
+    """The arena of a file, in which it is noted what was complete beside a version that is torn.
+
+    Beside a version that is not, an arena has only the one that was complete when it began.
+    """
+    arena = Arena(fd)
+    whole = {label for labels in arena.versions().values() for label in labels}
+    begun = sorted(whole | arena.torn, key=lambda label: (label.epoch, label.age))
+    for label in whole & {*begun[:-1]}:
+        arena.note_complete(label)
+    return arena
 
 
 def epoch_after(ranks: Sequence[RankFacts]) -> int:

@@ -75,6 +75,24 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_of_it(fd: int) 
     arena.read(3, OLD)
 
 
+def test_what_was_complete_is_known_to_later_processes(fd: int) -> None:
+    """Also where a version was torn once; what takes its place in the table is another one."""
+    arena = Arena(fd)
+    written(arena, 3, OLD)
+    arena.begin(3, NEW, head=HEAD, num_bytes=10_000, piece_bytes=4096)
+    arena.note_complete(OLD)
+    arena.note_complete(NEW)  # It is not whole.
+    assert arena.complete_labels() == {OLD}
+
+    assert [Arena(fd).complete_labels() for _ in range(2)] == [{OLD}] * 2
+
+    later = Arena(fd)
+    assert later.share(3, NEW, like=OLD)
+    later.keep_only({NEW}, layers=(3,))
+    written(later, 3, OLD)
+    assert later.complete_labels() == Arena(fd).complete_labels() == frozenset()
+
+
 def test_what_is_dropped_makes_room_for_the_next_version(fd: int) -> None:
     """Of each layer there are two versions at most, in the same memory for ever."""
     arena = Arena(fd)

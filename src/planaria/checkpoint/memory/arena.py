@@ -38,8 +38,9 @@ from planaria.checkpoint.memory.version import (
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 
-_ENTRY: Final = struct.Struct("=QQqqqQQQQQ16sq")  # The first word, the state, is written last.
+_ENTRY: Final = struct.Struct("=QQqqqQQQQQ16sqQ")  # The first word, the state, is written last.
 _STATE: Final = struct.Struct("=Q")
+_COMPLETE: Final = struct.Struct("=Q")  # The last word of an entry: 1, or 0 if it is not known.
 _ENTRY_BYTES: Final = 128
 _FREE, _WRITING, _WHOLE = 0, 1, 2
 # An extent is used again if it is at most so many times as large as needed: the number of hashes,
@@ -98,6 +99,20 @@ class Arena:
                 if entry.state == _WHOLE:
                     labels_by_layer.setdefault(entry.layer, []).append(entry.label)
         return {layer: tuple(sorted(labels)) for layer, labels in sorted(labels_by_layer.items())}
+
+    def complete_labels(self) -> frozenset[Label]:
+        """The labels of versions here of which it was noted that all ranks had them whole."""
+        with self._changed:
+            return frozenset(each.label for each in self._entries.values() if each.was_complete)
+
+    def note_complete(self, label: Label) -> None:
+        """Notes, for later processes too, that all ranks have a version of this label whole."""
+        with self._changed:
+            for index, entry in self._entries.items():
+                if entry.state == _WHOLE and entry.label == label:
+                    self._entries[index] = replace(entry, was_complete=True)
+                    at = index * _ENTRY_BYTES + _ENTRY.size - _COMPLETE.size
+                    _COMPLETE.pack_into(self._table, at, 1)
 
     def begin(
         self, layer: int, label: Label, *, head: bytes, num_bytes: int, piece_bytes: int
@@ -219,7 +234,8 @@ class Arena:
         with self._changed:
             entry = older.entry
             self._drop_all(layer, label)
-            self._write_entry(self._free_index(), replace(entry, label=label))
+            copy = replace(entry, label=label, was_complete=False)
+            self._write_entry(self._free_index(), copy)
             return True
 
     def read(self, layer: int, label: Label) -> Version:
@@ -380,14 +396,15 @@ class Arena:
 
     def _read_entry(self, index: int) -> TableEntry:
         fields = _ENTRY.unpack_from(self._table, index * _ENTRY_BYTES)
-        state, layer, since, epoch, age, *rest, run = fields
-        return TableEntry(state, layer, Label(since, epoch, age, run), *rest)
+        state, layer, since, epoch, age, *rest, run, was_complete = fields
+        entry = TableEntry(state, layer, Label(since, epoch, age, run), *rest)
+        return replace(entry, was_complete=bool(was_complete))
 
     def _write_entry(self, index: int, entry: TableEntry) -> None:
         self._entries[index] = entry
         at = index * _ENTRY_BYTES
         fields = (entry.offset, entry.capacity, entry.num_bytes, entry.head_bytes)
         *label, run = entry.label
-        rest = (*label, *fields, entry.piece_bytes, entry.digest, run)
+        rest = (*label, *fields, entry.piece_bytes, entry.digest, run, entry.was_complete)
         _ENTRY.pack_into(self._table, at, _FREE, entry.layer, *rest)
         _STATE.pack_into(self._table, at, entry.state)

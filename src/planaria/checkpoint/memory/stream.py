@@ -220,10 +220,15 @@ class Copier:
         with self._changed:
             return self._has_failed
 
-    def complete(self) -> None:
-        """Notes that the version is complete: all ranks have ended it, and none has failed."""
+    def complete(self) -> Label:
+        """Notes that the version is complete: all ranks have ended it, and none has failed.
+
+        Returns:
+            Its label.
+        """
         assert self._label is not None
         self.complete_label = self._label
+        return self._label
 
     def close(self) -> None:
         """Ends the threads; the version must have ended, or its waits have been aborted."""

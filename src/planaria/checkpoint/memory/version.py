@@ -26,6 +26,7 @@ class TableEntry:
         head_bytes: size of the head.
         piece_bytes: size of the pieces that are hashed one by one; the last may be smaller.
         digest: hash of the hashes of all pieces; zeros until the version is whole.
+        was_complete: whether the version is known to have been complete on all ranks.
     """
 
     state: int
@@ -37,6 +38,7 @@ class TableEntry:
     head_bytes: int
     piece_bytes: int
     digest: bytes = bytes(16)
+    was_complete: bool = False
 
 
 class Version:
