@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     dist.destroy_process_group()
 
 
-def train(saver: MemoryCheckpointer, *iterations: int) -> None:
+def train(saver: MemoryCheckpointer, *iterations: Any) -> None:
     """Each sets all weights to its number; its version is complete then."""
     for iteration in iterations:
         weight(saver).data.fill_(float(iteration))
@@ -79,6 +79,22 @@ def test_every_second_version_is_written_and_outlives_memory(make: Make, tmp_pat
     assert weight(other).tolist() == [[3.0] * 4]
     assert other.persist()  # It is there already.
     assert saves(tmp_path) == [2, 3]
+
+
+def test_iterations_may_be_whole_numbers_of_any_type(make: Make, tmp_path: Path) -> None:
+    """Those of numpy were saved in memory alone, and a restore in the same run failed."""
+    saver = make()
+    first: Any = np.int64(1)
+    train(saver, first, torch.tensor(2))
+    assert saver.persist()
+    assert saves(tmp_path) == [2]
+    assert saver.restore() == 2
+
+    wrong: Any
+    for wrong in (2.5, "3", None):
+        with pytest.raises(ConfigError, match="must be a whole number") as caught:
+            saver.save(wrong)
+        assert (caught.value.field, caught.value.value) == ("iteration", wrong)
 
 
 def test_what_was_restored_is_written_though_no_iteration_follows(

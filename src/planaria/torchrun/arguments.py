@@ -2,13 +2,14 @@
 
 import contextlib
 import ipaddress
+import operator
 import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, SupportsIndex
 
 import torch.distributed as dist
 
@@ -73,6 +74,18 @@ def check_least(
             idle_s,
             "must be above 0, because else copies are lost together with the ranks",
         )
+
+
+def whole_number(field: str, value: SupportsIndex) -> int:
+    """A whole number of any type, such as those of numpy, as an int.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(field, value, "must be a whole number") from error
 
 
 def own_host() -> str:

@@ -62,7 +62,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from planaria.core.copies import IdleSpan
 from planaria.errors import CheckpointError, ConfigError
 from planaria.placement.placement import Strategy
-from planaria.torchrun.arguments import Options, check_least, own_host, runtime_directory
+from planaria.torchrun.arguments import (
+    Options,
+    check_least,
+    own_host,
+    runtime_directory,
+    whole_number,
+)
 from planaria.torchrun.gathering import true_on_all
 from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.group_sockets import check_errors_stay
@@ -224,15 +230,15 @@ class MemoryCheckpointer:
             has no keeper any more.
 
         Raises:
-            ConfigError: no fewer iterations were saved before, or a restore could not read back a
-                value of state besides tensors. The first call, and calls after the optimizer's
-                state got other parts, also raise it if a node lacks memory for the copies, or if a
-                restore could not bring back all of the state.
+            ConfigError: it is no whole number, or no fewer iterations were saved before, or a
+                restore could not read back a value of state besides tensors. The first call, and
+                calls after the optimizer's state got other parts, also raise it if a node lacks
+                memory for the copies, or if a restore could not bring back all of the state.
             RuntimeError: a peer was lost meanwhile.
         """
         self._check_used()
         self._is_new = False
-        return self._group.save(iteration)
+        return self._group.save(whole_number("iteration", iteration))
 
     def persist(self) -> bool:
         """Writes the newest version to `persist_directory` now; blocks until it is there.
