@@ -2,6 +2,7 @@
 
 import socket
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from planaria.core.copies import BUFFER_BYTES_MIN
 from planaria.errors import ConfigError
 from planaria.torchrun import arguments
 from planaria.torchrun.arguments import check_least, own_host
+from planaria.torchrun.rank_memory import RankMemory
 
 FINE: dict[str, Any] = {
     "copies": 1,
@@ -105,3 +107,26 @@ def test_a_master_at_the_loopback_has_all_nodes_on_one_machine(
     monkeypatch.setenv("MASTER_ADDR", master)
 
     assert own_host() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("local", "field"),
+    [
+        ({"LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({"LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK"),
+    ],
+)
+def test_a_place_on_a_machine_of_unknown_size_is_refused(
+    local: dict[str, str], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start would do, and a restart would read places that others hold."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in local.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError) as caught:
+        RankMemory(tmp_path, idle_s=1.0)
+    assert caught.value.field == field

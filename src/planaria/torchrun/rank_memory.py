@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 import torch
@@ -17,13 +16,13 @@ import torch
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import Filler
 from planaria.core.copies import Label
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.torchrun.keeper import KeeperSlot, attach
 from planaria.transport.links import Address
 
 logger = logging.getLogger(__name__)
 
-_PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Defaults without torchrun.
+_SLOT, _NUM_SLOTS = "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # As torchrun sets them.
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -65,10 +64,11 @@ class RankMemory:
 
     Raises:
         CheckpointError: the keeper does not start, or the rank's slot or the directory is taken.
+        ConfigError: the environment does not tell the rank's place on its node.
     """
 
     def __init__(self, place: Path, *, idle_s: float) -> None:
-        slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
+        slot, num_slots = _place_on_node()
         self._slot: KeeperSlot = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
         self._can_be_kept = True
         self.place = place.absolute()
@@ -126,6 +126,23 @@ class RankMemory:
         """Ends the keeper, and with it all copies of the node."""
         self.filler.close()
         self._slot.end()
+
+
+def _place_on_node() -> tuple[int, int]:
+    """The number of this rank on its node, and how many there are; without both, a rank is alone.
+
+    Raises:
+        ConfigError: the environment tells one without the other, or a number that is too large.
+    """
+    slot = int(os.environ.get(_SLOT, "0"))
+    if _SLOT in os.environ and _NUM_SLOTS not in os.environ:
+        remedy = f"set {_NUM_SLOTS} to the number of ranks of this machine, as torchrun does"
+        raise ConfigError(_NUM_SLOTS, "", f"{_SLOT} is {slot}, so {remedy}")
+    num_slots = int(os.environ.get(_NUM_SLOTS, "1"))
+    if not 0 <= slot < num_slots:
+        remedy = f"{_NUM_SLOTS} is {num_slots}; number the ranks of each machine from 0"
+        raise ConfigError(_SLOT, slot, remedy)
+    return slot, num_slots
 
 
 def _open_arena(fd: int) -> Arena:
