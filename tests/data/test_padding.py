@@ -189,3 +189,14 @@ def test_routers_never_count_padding(tmp_path: Path) -> None:
         load_dataset(unequal, **arguments)
         inputs, _ = microbatch(load_dataset(own_unequal, **arguments), np.array([0, 1]), seed=0)
         assert inputs.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+
+
+def test_labels_of_a_row_are_whole_though_they_are_as_many_as_its_tokens(tmp_path: Path) -> None:
+    """One of the rows has by chance as many tokens as there are classes."""
+    rows = [list(range(length)) for length in (5, 6, 4)]
+    labels = [[0, 1, 0, 1, 1], [1, 1, 0, 0, 1], [1] * 5]
+    data = saved_dataset(tmp_path, {"input_ids": rows, "labels": labels})
+    dataset = load(data, tmp_path / "cache", objective="supervised")
+
+    assert [dataset.sample(k, seed=0)[1].tolist() for k in range(3)] == labels
+    assert [len(dataset.sample(k, seed=0)[0]) for k in range(3)] == [4] * 3

@@ -102,6 +102,22 @@ def refuse_nulls(values: Any, column: str, path: str) -> None:
         raise ConfigError("data.path", path, remedy)
 
 
+def labels_are_per_token(saved: Any, objective: str, path: str) -> bool:
+    """Whether each row of the column labels has as many numbers as the row has tokens.
+
+    A single row may have that by chance, where labels are one number for each class. Objectives
+    other than "supervised" have no other labels.
+    """
+    arrow, compute = arrow_modules()
+    labels = saved.data.column("labels")
+    if objective != "supervised":
+        return True
+    if not _are_lists(labels) or arrow.types.is_nested(labels.type.value_type):
+        return False
+    lengths = np.asarray(compute.list_value_length(integer_lists(saved, "input_ids", path)))
+    return np.array_equal(np.asarray(compute.list_value_length(labels)), lengths)
+
+
 def _are_lists(values: Any) -> bool:
     types = arrow_modules()[0].types
     kinds = types.is_list, types.is_large_list, types.is_fixed_size_list

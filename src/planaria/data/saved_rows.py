@@ -26,6 +26,7 @@ from planaria.data.padding import (
     arrow_modules,
     counts_padding,
     integer_lists,
+    labels_are_per_token,
     lengths_without_padding,
     refuse_inner_padding,
     refuse_nulls,
@@ -54,6 +55,7 @@ class LabelledRows:
 
     Attributes:
         lengths: number of tokens of each row, if some have less than sequence_length; else empty.
+        are_per_token: whether a row has a label for each token, which are cut like these.
     """
 
     rows: Any
@@ -61,6 +63,7 @@ class LabelledRows:
     sequence_length: int
     vocabulary_size: int
     lengths: npt.NDArray[np.int32]
+    are_per_token: bool
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,17 +72,15 @@ class LabelledRows:
         assert seed >= 0
         row = self.rows[index]
         length = int(self.lengths[index]) if len(self.lengths) else self.sequence_length
-        whole = np.asarray(row["input_ids"]).astype(np.int64)
-        tokens = whole[:length]
+        tokens = np.asarray(row["input_ids"]).astype(np.int64)[:length]
         # A copy, because the arrays of datasets may be read-only, which torch does not support.
         labels = np.array(row["labels"])
-        if labels.shape == whole.shape:  # One for each token.
+        if self.are_per_token:
             labels = labels[:length]
+        if self.objective != "supervised":
+            labels = labels.astype(np.int64)
         if self.objective == "causal":
-            labels = labels[:length].astype(np.int64)
             tokens, labels = causal_pair(tokens, labels, sequence_length=len(tokens))
-        elif self.objective == "masked":
-            labels = labels[:length].astype(np.int64)
         return torch.from_numpy(tokens), torch.as_tensor(labels)
 
 
@@ -149,10 +150,10 @@ def saved_dataset(
     rows = saved.with_format("numpy", columns=names)
     if "labels" in names:
         _check_labels(rows, data.path)
-        return LabelledRows(rows, objective, data.sequence_length, num_ids, row_lengths)
-    token_rows = _TokenRows(rows, data.sequence_length, row_lengths)
+        per_token = labels_are_per_token(saved, objective, data.path)
+        return LabelledRows(rows, objective, data.sequence_length, num_ids, row_lengths, per_token)
     return TokenDataset(
-        token_rows,
+        _TokenRows(rows, data.sequence_length, row_lengths),
         objective,
         data.sequence_length,
         num_ids,
