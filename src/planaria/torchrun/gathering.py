@@ -3,13 +3,15 @@
 Nothing is pickled, unlike in torch's own all_gather_object.
 """
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 Record = TypeVar("Record")
+# A device has room for so many bytes beside a model, and the timeout of a group is for these alone.
+_PART_BYTES: Final = 64 << 20
 
 
 def gather_records(kind: type[Record], mine: Record) -> list[Record]:
@@ -33,6 +35,25 @@ def gather_bytes(content: bytes) -> list[bytes]:
         padded[: int(length)].cpu().numpy().tobytes()
         for padded, length in zip(contents, sizes, strict=True)
     ]
+
+
+def broadcast_bytes(content: bytes, *, source: int) -> bytes:
+    """The bytes of one rank, on all ranks; all ranks must call it.
+
+    Args:
+        content: bytes of the source; those of other ranks do not matter.
+        source: rank whose bytes they are.
+    """
+    device = _device()
+    size = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    dist.broadcast(size, source)
+    whole = memoryview(bytearray(content if dist.get_rank() == source else int(size)))
+    for begin in range(0, len(whole), _PART_BYTES):
+        part = torch.frombuffer(whole[begin : begin + _PART_BYTES], dtype=torch.uint8)
+        there = part.to(device)
+        dist.broadcast(there, source)
+        part.copy_(there)
+    return bytes(whole)
 
 
 def true_on_all(*flags: bool) -> list[bool]:

@@ -19,7 +19,7 @@ from planaria.checkpoint.memory.version import Version
 from planaria.checkpoint.memory.wire import State, state_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError, ConfigError
-from planaria.torchrun.gathering import gather_records
+from planaria.torchrun.gathering import broadcast_bytes, gather_records
 from planaria.torchrun.loop_state import encoded_state
 from planaria.torchrun.shards import HEAD, Shard, TrainingState
 from planaria.transport.links import UNLIMITED_S, Links
@@ -31,7 +31,7 @@ class _RestoreMessage(msgspec.Struct, frozen=True):
     """A rank's message to all others in a step of a restore.
 
     Attributes:
-        shards: heads of the shards of which it is the first holder, by number.
+        shards: heads of the shards of which it is the first holder, by number, without `beside`.
         wants: numbers of the shards that it needs and does not keep.
         reason: why it cannot take part, in words; empty: it can.
     """
@@ -114,16 +114,9 @@ class Restores:
             # The labels were gathered earlier; copies may have been dropped since.
             return next(reasons, "copies of it are not there any more")
         states = {n: state_of(version) for n, version in kept.items()}
-        message = _RestoreMessage()
-        try:
-            heads = {n: _head(states[n]) for n in kept if holders[n][0] == self._rank}
-            message = _RestoreMessage(shards=heads)
-        except msgspec.DecodeError as error:
-            message = _RestoreMessage(reason=str(error))
-        messages = gather_records(_RestoreMessage, message)
-        if reason := _first_reason(messages):
+        shards, reason = self._gather_shards(states, holders)
+        if reason:
             return reason
-        shards = {n: shard for message in messages for n, shard in message.shards.items()}
         try:
             wanted = self._state.needed_shards(shards, rather=frozenset(states))
             message = _RestoreMessage(wants=tuple(sorted(wanted - states.keys())))
@@ -142,18 +135,44 @@ class Restores:
             return reason
         return self._load_version(tensors, shards)
 
+    def _gather_shards(
+        self, states: Mapping[int, State], holders: Mapping[int, list[int]]
+    ) -> tuple[dict[int, Shard], str]:
+        """The heads of all shards by number, and why a rank cannot read its own ones.
+
+        The state besides tensors is the same for all, and may be large, so only the first has it.
+
+        Args:
+            states: shards that this rank keeps, by number.
+            holders: ranks that keep each shard, by shard.
+        """
+        beside, message = b"", _RestoreMessage()
+        try:
+            mine = {n: _head(state) for n, state in states.items() if holders[n][0] == self._rank}
+            beside = mine[0].beside if 0 in mine else b""
+            heads = {n: msgspec.structs.replace(head, beside=b"") for n, head in mine.items()}
+            message = _RestoreMessage(shards=heads)
+        except msgspec.DecodeError as error:
+            message = _RestoreMessage(reason=str(error))
+        messages = gather_records(_RestoreMessage, message)
+        if reason := _first_reason(messages):
+            return {}, reason
+        shards = {n: shard for message in messages for n, shard in message.shards.items()}
+        beside = broadcast_bytes(beside, source=holders[0][0])
+        return {**shards, 0: msgspec.structs.replace(shards[0], beside=beside)}, ""
+
     def _load_version(self, tensors: Mapping[str, Tensor], shards: Mapping[int, Shard]) -> str:
         """Loads a version that all ranks have assembled; returns as `restore_version` does.
 
         Args:
             shards: all shards of the version, for the state besides the tensors.
         """
-        any_shard, own = shards[min(shards)], self._own_state(shards)
+        first, own = shards[0], self._own_state(shards)
         before, own_before, message = b"", b"", _RestoreMessage()
         try:
             before = encoded_state(self._state.non_tensor_state())
             own_before = self._state.per_rank_state()
-            self._state.load_others(any_shard.beside)
+            self._state.load_others(first.beside)
             if own:
                 self._state.load_per_rank(own)
         except (CheckpointError, ConfigError) as error:
@@ -164,7 +183,7 @@ class Restores:
             if own_before:
                 self._state.load_per_rank(own_before)
             return reason
-        self._state.load(tensors, any_shard)  # No rank has refused, so all ranks load.
+        self._state.load(tensors, first)  # No rank has refused, so all ranks load.
         return ""
 
     def _own_state(self, shards: Mapping[int, Shard]) -> bytes:
