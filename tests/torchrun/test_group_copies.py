@@ -163,6 +163,23 @@ def test_objects_that_are_left_out_after_a_reform_are_named(field: str, tmp_path
         dist.destroy_process_group()
 
 
+def test_objects_of_each_rank_that_were_not_saved_are_told_as_such(
+    saver: MemoryCheckpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not as those of a version that other numbers of ranks have saved."""
+    assert saver.save(1)
+    saver.wait_ended()
+    saver._group.end()
+    saver._group.links.close()
+    model = nn.Linear(4, 1)
+    saver._names["per_rank"] = frozenset({"random"})  # As another start of the script.
+    given = {"random": RandomGenerators()}
+    saver.use(model, torch.optim.SGD(model.parameters(), lr=0.1), per_rank=given)
+
+    assert saver.restore() == 1
+    assert "(random) stay as they are: the version has no per_rank objects" in caplog.text
+
+
 def test_a_version_that_is_copied_while_groups_of_nccl_are_aborted_is_given_up(
     saver: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

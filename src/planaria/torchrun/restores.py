@@ -196,14 +196,12 @@ class Restores:
         own = {rank: raw for shard in shards.values() for rank, raw in shard.per_rank.items()}
         if own.keys() == set(range(len(self._labels_by_rank))):
             return own[self._rank]
+        why = f"the version is of {len(own)} ranks, and there are {len(self._labels_by_rank)} now"
+        if not own:
+            why = "the version has no per_rank objects"
         if not self._rank:
-            logger.warning(
-                "per_rank objects (%s) stay as they are: the version is of %s ranks, and there are"
-                " %s now",
-                ", ".join(self._state.per_rank),
-                len(own),
-                len(self._labels_by_rank),
-            )
+            names = ", ".join(self._state.per_rank)
+            logger.warning("per_rank objects (%s) stay as they are: %s", names, why)
         return b""
 
     def _checked_versions(self, label: Label) -> tuple[dict[int, Version], tuple[str, ...]]:
