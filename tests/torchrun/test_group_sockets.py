@@ -1,12 +1,15 @@
 """Connections of collectives are shut when a peer is lost, and no others."""
 
 import threading
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.optim import SGD
 
 from helpers.connections import connected, ends, is_shut
 from helpers.linked_ranks import TIMEOUT_S, link_ranks, tag, wait_until
@@ -14,6 +17,7 @@ from planaria.errors import ConfigError
 from planaria.torchrun import group_sockets, survivors
 from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.group_sockets import LossWatch, check_errors_stay, shut
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 from planaria.transport.connection import Tag, header
 
 
@@ -164,14 +168,24 @@ def test_whoever_leaves_a_group_aborts_all_groups_of_nccl(monkeypatch: pytest.Mo
     assert all_begun.n_waiting == 0
 
 
-def test_a_process_that_nccl_would_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before training, and not once a rank is lost."""
-    monkeypatch.setattr(group_sockets, "backend_of", lambda _: "nccl")
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_process_that_nccl_would_end_is_refused(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before training, and not once a rank is lost, also where parameters are offloaded, or have
+    no values yet."""
+    model = nn.Linear(4, 1, device=device)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     with pytest.raises(ConfigError, match="would end this process"):
-        check_errors_stay("cuda")
+        MemoryCheckpointer(model, SGD(model.parameters()), can_reform=True, directory=str(tmp_path))
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    check_errors_stay("cuda")
+    check_errors_stay()
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    check_errors_stay()
 
 
 def test_a_peer_of_which_nothing_is_heard_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

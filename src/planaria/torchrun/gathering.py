@@ -65,10 +65,18 @@ def true_on_all(*flags: bool) -> list[bool]:
 
 def backend_of(device_type: str) -> str:
     """The default group's backend for a type of device, by torch's names; "" if there is none."""
-    # The configuration is "cpu:gloo,cuda:nccl", say, whatever backend the group was made with. The
-    # name of the group's backend may be "undefined".
-    served = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return served.get(device_type, "")
+    # The name of the group's backend may be "undefined".
+    return _backend_by_device().get(device_type, "")
+
+
+def backends() -> frozenset[str]:
+    """The backends of the default group for all types of devices, by torch's names."""
+    return frozenset(_backend_by_device().values())
+
+
+def _backend_by_device() -> dict[str, str]:
+    # The configuration is "cpu:gloo,cuda:nccl", say, whatever backend the group was made with.
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
 
 
 def _device() -> torch.device:

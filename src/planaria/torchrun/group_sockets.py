@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from planaria.engine.comm.nccl import abort_at_once
 from planaria.errors import AbortedError, ConfigError, PeerLostError
-from planaria.torchrun.gathering import backend_of, gather_records
+from planaria.torchrun.gathering import backends, gather_records
 from planaria.transport.links import Channel, Links, Tag
 
 logger = logging.getLogger(__name__)
@@ -176,14 +176,15 @@ def nccl_groups() -> list[Any]:
     return [group for group in groups if isinstance(group, classes)]
 
 
-def check_errors_stay(device_type: str) -> None:
+def check_errors_stay() -> None:
     """Refuses groups of NCCL that end the process when a peer is lost.
 
     Raises:
-        ConfigError: torch is to do that for the default group on this type of device.
+        ConfigError: torch is to do that for the default group.
     """
     value = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    if backend_of(device_type) == "nccl" and value != "0":
+    # Parameters may lie elsewhere than what the group exchanges: on the host, or nowhere yet.
+    if "nccl" in backends() and value != "0":
         remedy = (
             "torch would end this process when another rank is lost; set the environment variable "
             "to 0 before init_process_group, or leave can_reform off"

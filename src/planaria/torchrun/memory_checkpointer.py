@@ -156,7 +156,7 @@ class MemoryCheckpointer:
         )
         check_strategy(placement, domain)
         if can_reform:
-            check_errors_stay(next(model.parameters()).device.type)
+            check_errors_stay()
         self._tier = PersistentTier(persist_directory, keep=keep) if persist_directory else None
         self._store = MeetingStore() if can_reform else None
         self._options = Options(
