@@ -4,6 +4,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from planaria.errors import CheckpointError, ConfigError, UnreadableError
 from planaria.torchrun import group_copies
 from planaria.torchrun.gathering import true_on_all
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
-from planaria.torchrun.persisting import PersistentTier
+from planaria.torchrun.persisting import PersistentTier, Readiness
 
 Make = Callable[..., MemoryCheckpointer]
 
@@ -111,6 +112,41 @@ def test_what_was_restored_is_written_though_no_iteration_follows(
 
     assert other.persist()
     assert saves(tmp_path) == [1]
+
+
+def test_no_rank_waits_in_a_collective_for_the_disk_of_another(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group of a script may give up before a disk that hangs does; links do not."""
+    calls: list[str] = []
+
+    def watch(place: object, name: str, kind: str) -> None:
+        original = getattr(place, name)
+
+        def watched(*arguments: Any) -> Any:
+            answer = original(*arguments)
+            calls.append(kind)
+            return answer
+
+        monkeypatch.setattr(place, name, watched)
+
+    for name in ("saves", "bring", "wait"):
+        watch(PersistentTier, name, f"disk: {name}")
+    watch(Readiness, "do_with_all", "ready")
+    for name in ("gather_records", "true_on_all"):
+        watch(group_copies, name, "collective")
+    saver = make()
+    train(saver, 1)
+    assert saver.persist()
+    saver.close()
+    calls.append("closed")
+    other = make()
+    assert other.restore() == 1
+    assert other.persist()
+
+    assert {"disk: saves", "disk: bring", "disk: wait"} <= {*calls}
+    after = {late for call, late in pairwise(calls) if call.startswith("disk")}
+    assert "collective" not in after
 
 
 def test_nothing_to_write_is_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from planaria.checkpoint.memory.filling import HostCopy, no_device
+from planaria.checkpoint.memory.filling import HostCopy, no_device, no_virtual_bytes
 from planaria.checkpoint.memory.stream import Copier, CopyPlan
 from planaria.checkpoint.memory.turns import AtOnce, Buffers, FlowControl
 from planaria.checkpoint.memory.wire import State
@@ -31,7 +31,13 @@ from planaria.torchrun.collectives import BetweenCollectives, between_collective
 from planaria.torchrun.gathering import gather_bytes, gather_records, true_on_all
 from planaria.torchrun.group_sockets import LossWatch, connections_between_ranks, errors_of_torch
 from planaria.torchrun.host_bytes import HostBytes
-from planaria.torchrun.persisting import BroughtShards, KnownSaves, PersistentTier, unread_error
+from planaria.torchrun.persisting import (
+    BroughtShards,
+    KnownSaves,
+    PersistentTier,
+    Readiness,
+    unread_error,
+)
 from planaria.torchrun.rank_memory import RankFacts, RankMemory, epoch_after
 from planaria.torchrun.restores import Restores
 from planaria.torchrun.save_checks import (
@@ -40,7 +46,12 @@ from planaria.torchrun.save_checks import (
     parts_of_state,
     readable_on_all,
 )
-from planaria.torchrun.shard_placement import place_on_all, survival, whole_everywhere
+from planaria.torchrun.shard_placement import (
+    keepers_of,
+    place_on_all,
+    survival,
+    whole_everywhere,
+)
 from planaria.torchrun.shards import TrainingState
 from planaria.transport.links import UNLIMITED_S, Address, Links
 
@@ -96,6 +107,7 @@ class GroupCopies:
         except BaseException:
             self.links.close()
             raise
+        self._readiness = Readiness(self.links, self._world_size)
         self._watch: LossWatch | None = None
         if options.store_port:
             self._watch = LossWatch(self.links, self._world_size, self.connections)
@@ -240,7 +252,8 @@ class GroupCopies:
 
         The machines' clocks may not know of these.
         """
-        saves = self._tier.saves() if self._tier is not None and not self.rank else KnownSaves()
+        tier = self._tier if not self.rank else None
+        saves = self._readiness.do_with_all(tier.saves if tier is not None else KnownSaves)
         saves = gather_records(KnownSaves, saves)[0]
         epochs = [label.epoch for label in saves.labels] + [*(saves.unread or ())[:1]]
         self._epoch = max([self._epoch, *(1 + epoch for epoch in epochs)])
@@ -260,7 +273,8 @@ class GroupCopies:
             shards = range(self.rank, label.since, self._world_size)
             if label.since == 1:  # All ranks need all of it, so each node reads it.
                 shards = range(1 if self.rank in readers else 0)
-            brought = self._tier.bring(self._memory.arena, label, shards)
+            bring = partial(self._tier.bring, self._memory.arena, label, shards)
+            brought = self._readiness.do_with_all(bring)
             failures = [each for each in gather_records(BroughtShards, brought) if each.reason]
             if failures and all(each.is_passing for each in failures):
                 raise unread_error(failures[0].reason)
@@ -402,16 +416,6 @@ class GroupCopies:
         arenas = (self._memory.arena, *self._memory.older)
         self._tier.write(self.links, arenas, label, writers=writers)
 
-    def _keepers_of(self, label: Label) -> dict[int, int]:
-        """A rank that keeps each shard of a version, by shard: its own rank, if that does."""
-        keepers: dict[int, int] = {}
-        versions = gather_records(dict[int, tuple[Label, ...]], self._memory.versions())
-        for rank, labels_by_shard in enumerate(versions):
-            for shard, labels in labels_by_shard.items():
-                if label in labels and (shard == rank or shard not in keepers):
-                    keepers[shard] = rank
-        return keepers
-
     def persist(self) -> bool:
         """Writes the newest version now; see `MemoryCheckpointer.persist`."""
         if self._tier is None:
@@ -420,16 +424,17 @@ class GroupCopies:
             label, copier = self._complete_label, self._copier
             if copier is not None and copier.has_begun:
                 self.wait_ended()
-                self._tier.wait()
+                self._readiness.do_with_all(self._tier.wait)
                 self._complete_if_ended(copier)
                 label = copier.complete_label
             if label is None:
                 logger.warning("rank %s saves nothing: no version is complete", self.rank)
                 return False
-            self._tier.wait()  # Also for a save that has just begun: only one may be in progress.
+            self._readiness.do_with_all(self._tier.wait)  # Only one save may be in progress.
             if not true_on_all(self._tier.has_saved(label))[0]:
-                self._persist(label, self._keepers_of(label))
-            self._tier.wait()
+                versions = gather_records(dict[int, tuple[Label, ...]], self._memory.versions())
+                self._persist(label, keepers_of(label, versions))
+            self._readiness.do_with_all(self._tier.wait)
             return true_on_all(self._tier.has_saved(label))[0]
 
     def _gather_own_objects(self, mine: bytes) -> dict[int, bytes]:
@@ -492,7 +497,7 @@ class GroupCopies:
             host_copy=HostCopy(
                 self._memory.arena,
                 self._memory.filler,
-                _no_virtual_bytes,
+                no_virtual_bytes,
                 no_device,
                 is_void=self._has_aborted,
             ),
@@ -592,7 +597,3 @@ def _leave(reference: "weakref.ref[Links]") -> None:
 
 def _begin_of(label: Label) -> tuple[int, int]:
     return label.epoch, label.age
-
-
-def _no_virtual_bytes(_shard: int) -> int:
-    return 0

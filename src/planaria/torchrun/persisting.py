@@ -12,8 +12,8 @@ The newest version is that of the run that began last, as in memory.
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,7 +22,12 @@ from planaria.checkpoint.disk.storage import absolute, storage_of
 from planaria.checkpoint.disk.tiers import BFLOAT16, SET_ASIDE, UNPUBLISHED, Manifest, Tier
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
 from planaria.checkpoint.memory.arena import Arena
-from planaria.checkpoint.memory.filling import HostCopy, fill_alone, no_device
+from planaria.checkpoint.memory.filling import (
+    HostCopy,
+    fill_alone,
+    no_device,
+    no_virtual_bytes,
+)
 from planaria.checkpoint.memory.stream import OwnCopies
 from planaria.checkpoint.memory.wire import State, state_of
 from planaria.core.copies import Label, version_name
@@ -33,8 +38,14 @@ from planaria.transport.links import UNLIMITED_S, Channel, Links, Tag
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 _KIND: Final = "MemoryCheckpointer"
 _PIECE_BYTES: Final = 16 << 20  # Of a version that is brought back to memory.
+_NOTHING: Final = np.zeros(1, dtype=np.uint8)
+# Fields of tags, beside the 0 of messages about shards that are written.
+_READY: Final = 1
+_ALL_READY: Final = 2
 _READ_TIMEOUT_S: Final = 60.0  # Of a request to the disk or store; a read of much gets more.
 # The types of tensors that safetensors files have; others are written as bytes.
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
@@ -252,7 +263,7 @@ class PersistentTier:
 
     def bring(self, arena: Arena, label: Label, shards: Collection[int]) -> BroughtShards:
         """Brings shards of a version to memory; returns how that went."""
-        copies = OwnCopies(HostCopy(arena, fill_alone, _no_virtual_bytes, no_device))
+        copies = OwnCopies(HostCopy(arena, fill_alone, no_virtual_bytes, no_device))
         try:
             manifest = self._read_tier.manifest(version_name(label.age, label.epoch))
             for shard in sorted(shards):
@@ -305,6 +316,49 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def _no_virtual_bytes(shard: int) -> int:
-    del shard
-    return 0
+# -- waits for the tier of all ranks ---------------------------------------------------------------
+
+
+class Readiness:
+    """One rank's part in waits of all ranks for each other, over links.
+
+    A disk or store may take longer than the collectives of the script may take, and then the ranks
+    that wait in one would take the rank that reads or writes for lost. So all wait here before.
+
+    Args:
+        links: links to all other ranks.
+        num_ranks: number of ranks.
+    """
+
+    def __init__(self, links: Links, num_ranks: int) -> None:
+        self._links, self._num_ranks = links, num_ranks
+        self._num_waits = 0
+
+    def do_with_all(self, work: Callable[[], Result]) -> Result:
+        """Does this rank's work, and blocks until all have done theirs while their links are up.
+
+        All ranks call it equally often.
+
+        Returns:
+            The result of this rank's work.
+
+        Raises:
+            PeerLostError, AbortedError: a rank was lost, or the links were closed.
+        """
+        result = work()
+        self._num_waits += 1
+        ready, all_ready = (
+            Tag(Channel.SAVED, self._num_waits, kind) for kind in (_READY, _ALL_READY)
+        )
+        if self._links.rank:
+            self._links.send(0, ready, _NOTHING)
+            self._links.receive(0, all_ready, timeout_s=UNLIMITED_S)
+            return result
+        others = range(1, self._num_ranks)
+        awaited = dict.fromkeys(others, ready)
+        while awaited:
+            rank, _ = self._links.receive_any(awaited, timeout_s=UNLIMITED_S)
+            del awaited[rank]
+        for rank in others:
+            self._links.send(rank, all_ready, _NOTHING)
+        return result

@@ -9,12 +9,13 @@ placement/spread.py.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, get_args
 
 import numpy as np
 import torch.distributed as dist
 
+from planaria.core.copies import Label
 from planaria.errors import ConfigError
 from planaria.placement.placement import Placement, Strategy, paper_placement
 from planaria.placement.spread import Limits, optimised_placement
@@ -106,3 +107,17 @@ def whole_everywhere(nodes: Sequence[str]) -> Placement:
     """The placement of a state that every node holds whole."""
     numbers = range(len({*nodes}))
     return Placement(tuple((node, *(n for n in numbers if n != node)) for node in numbers))
+
+
+def keepers_of(label: Label, versions: Sequence[Mapping[int, Sequence[Label]]]) -> dict[int, int]:
+    """A rank that keeps each shard of a version, by shard: the rank of its number, if that does.
+
+    Args:
+        versions: labels that each rank keeps, by shard.
+    """
+    keepers: dict[int, int] = {}
+    for rank, labels_by_shard in enumerate(versions):
+        for shard, labels in labels_by_shard.items():
+            if label in labels and (shard == rank or shard not in keepers):
+                keepers[shard] = rank
+    return keepers
