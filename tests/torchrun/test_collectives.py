@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.linked_ranks import link_ranks, wait_until
+from helpers.linked_ranks import TIMEOUT_S, link_ranks, wait_until
 from planaria.checkpoint.memory.interleaving import CopyPeers
+from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.engine.devices import LateDevice
 from planaria.torchrun import collectives
@@ -185,6 +186,27 @@ def test_collectives_that_are_over_at_once_have_numbers_of_their_own(
         turns.close()
 
     assert numbers == [0, 1]
+
+
+@pytest.mark.usefixtures("watch")
+def test_what_is_recorded_between_rare_saves_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece that waits for a span goes at once then, and nothing is measured."""
+    monkeypatch.setattr(collectives, "_RECORDED_MAX", 10)
+    with link_ranks(2) as (links, _):
+        turns = BetweenCollectives(links, _peers(1), link=Link(1e-4, 1e9), iterations=2)
+        turns._turns._spans = {1: (IdleSpan(1000, 0.0, 1.0),)}
+        turns.on_iteration_begin(begins=True)
+        piece = Thread(target=turns.wait, args=(1, 1 << 20))
+        piece.start()
+        try:
+            for number in range(500):
+                turns._record(float(number), number + 0.5)
+            assert len(turns._turns._done_s) < 10
+            assert len(links.traffic.take()) < 20
+            piece.join(TIMEOUT_S)
+            assert not piece.is_alive()
+        finally:
+            turns.close()
 
 
 @pytest.mark.timeout(300)  # The compiler's modules take 10 s to import, two minutes under load.

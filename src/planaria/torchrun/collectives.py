@@ -43,6 +43,7 @@ _NAMES: Final = (
 )
 _SMALL_BYTES, _LARGE_BYTES = 64, 4 << 20
 _NUM_SMALL, _NUM_LARGE = 9, 3
+_RECORDED_MAX: Final = 5000  # Collectives of an iteration; the record of more would take too long.
 TIMEOUT_S: Final = 60.0
 
 
@@ -129,6 +130,8 @@ def _ignore(_start_s: float, _end_s: float) -> None:
 class BetweenCollectives:
     """Turns for the pieces of copies of a user's own loop; an iteration lasts from save to save.
 
+    In an iteration of very many collectives nothing is measured, and copies are sent at once.
+
     Args:
         peers: ranks with which copies are exchanged. There is a target, and all targets are on
             other nodes.
@@ -210,6 +213,11 @@ class BetweenCollectives:
         with self._lock:
             tag = Tag(Channel.SCATTER, self._iteration, self._num_recorded)
             self._num_recorded += 1
+            if self._num_recorded == _RECORDED_MAX:
+                self._turns.on_pause()
+                self._turns.rush()
+            if self._num_recorded >= _RECORDED_MAX:
+                return
         for is_out in (True, False):
             self._links.traffic.note(Use(is_out, self._far, tag, start_s, end_s))
         self._turns.on_action_done()
