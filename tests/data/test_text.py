@@ -1,5 +1,7 @@
 """Text: which tokens a sample has, which are targets, and how the token file is made."""
 
+import fcntl
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.linked_ranks import TIMEOUT_S, wait_until
 from planaria.core.job import DataConfig
 from planaria.data import text
 from planaria.data.batches import microbatch, num_targets
@@ -282,3 +285,25 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="the cache cannot be written"):
         load(data, tmp_path / "text")
+
+
+def test_a_file_is_made_by_one_process_however_long_that_takes(tmp_path: Path) -> None:
+    """Those that wait for it made it, too, once they had waited for ten minutes."""
+    path = tmp_path / "file"
+    made: list[Path] = []
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waits = f":{os.fstat(lock.fileno()).st_ino} "
+        thread = threading.Thread(target=make_once, args=(path, made.append))
+        thread.start()
+
+        def is_waiting() -> bool:
+            locks = Path("/proc/locks").read_text().splitlines()
+            return any("->" in each and waits in each for each in locks)
+
+        wait_until(lambda: is_waiting() or not thread.is_alive())
+        assert thread.is_alive()
+        path.write_text("made")
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert made == []

@@ -25,8 +25,8 @@ import os
 import secrets
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -61,8 +61,6 @@ _DOCUMENTS_AT_ONCE: Final = 1 << 12
 _DOCSTRING_CHARACTERS_MIN = 80
 # Tests contain little prose, and the packages installed beside the library differ by machine.
 _NOT_PROSE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_MAKING_TIMEOUT_S = 600.0
-_MAKING_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +313,7 @@ def make_once(path: Path, make: Callable[[Path], None]) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
-        _wait_locked(lock, timeout_s=_MAKING_TIMEOUT_S)
+        _wait_locked(lock)
         if not path.exists():
             partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
             try:
@@ -521,19 +519,13 @@ def _write(path: Path, pieces: Iterable[bytes]) -> None:
         file.writelines(pieces)
 
 
-def _wait_locked(file: IO[str], *, timeout_s: float) -> None:
-    """Waits until the file is locked; returns without the lock after the timeout or an error."""
-    end_s = time.monotonic() + timeout_s
-    while time.monotonic() < end_s:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_MAKING_POLL_S)
-        except OSError:
-            # Some network file systems have no locks.
-            return
-        else:
-            return
+def _wait_locked(file: IO[str]) -> None:
+    """Waits until the file is locked; the kernel frees the lock of a process that dies.
+
+    Returns without the lock after an error: some network file systems have no locks.
+    """
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _file_pieces(path: Path) -> Iterator[bytes]:
