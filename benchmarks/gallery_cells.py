@@ -303,7 +303,7 @@ Line = Mapping[str, Any]
 
 
 def read_lines(path: Path) -> dict[str, Line]:
-    """The lines of a file of this version, by key; the last one of each key.
+    """The lines of a file of this version, by key; the last one of each key, at its place.
 
     A cell of a file that was cut in the middle of its last line counts as missing.
     """
@@ -315,6 +315,7 @@ def read_lines(path: Path) -> dict[str, Line]:
             except json.JSONDecodeError:
                 continue
             if line.get("version") == VERSION:
+                lines.pop(line["key"], None)  # The newest line of a cell comes last.
                 lines[line["key"]] = line
     return lines
 

@@ -79,6 +79,18 @@ def test_a_file_that_was_cut_in_its_last_line_lacks_only_that(tmp_path: Path) ->
     assert [one["system"] for one in read_lines(results).values()] == ["oobleck"]
 
 
+def test_a_cell_that_ran_again_comes_after_stale_ones_of_other_seeds(tmp_path: Path) -> None:
+    """A script that was stopped had written it behind them; the page took the stale ones."""
+    results = tmp_path / "gallery.jsonl"
+    first, more = line("oobleck", [100.0, 104.0]), line("oobleck", [1.0, 2.0])
+    for one in (first, {**more, "key": "more", "seeds": [2, 4]}, {**first, "digest": "new"}):
+        append_line(results, one)
+
+    (systems,) = runs_by_case(list(read_lines(results).values())).values()
+
+    assert systems["oobleck"].samples_per_s == {0: 100.0, 1: 104.0}
+
+
 def test_no_cell_begins_when_the_time_is_over() -> None:
     """The budget is for all processes together."""
     wanted = [Cell(CASE, "oobleck", range(2))]
