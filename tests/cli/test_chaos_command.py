@@ -1,4 +1,4 @@
-"""`planaria chaos`: how it ends where its report cannot be written."""
+"""`planaria chaos`: what it tells, and how it ends, where it cannot write."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,3 +57,22 @@ def test_a_report_that_cannot_be_written_does_not_hide_how_chaos_ended(
     assert all(violation in result.stdout for violation in violations)
     assert "seed 0" in result.stdout
     assert "planaria: --report = 'report.json': cannot be written" in result.stderr
+
+
+def test_chaos_tells_what_it_has_found_also_where_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with exit code 2 for an option that nobody had given, and the violation was lost."""
+    runs = SimpleNamespace(outcomes=lambda **_: [outcome("iteration 3 used other samples")])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(chaos_command, "named_job", lambda *_: None)
+    monkeypatch.setattr(chaos_command, "Chaos", lambda *_, **__: runs)
+    Path("job.toml").touch()
+    Path("chaos-0-0.json").mkdir()
+
+    result = command("chaos", "job.toml", "--minutes", "1")
+
+    assert result.exit_code == 1, result.output
+    assert "iteration 3 used other samples" in result.output
+    assert "--inject kill:0@1" in result.output
+    assert "not in chaos-0-0.json: it cannot be written: Is a directory" in result.output

@@ -18,10 +18,9 @@ from typer.testing import Result
 
 import planaria
 from helpers.command import PACED, assert_mistake, command, train
-from planaria.chaos.runs import RunOutcome
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.cli import chaos_command, train_command
 from planaria.cli import main as cli
+from planaria.cli import train_command
 from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.core.job import JobConfig
 from planaria.core.kinds import Ending
@@ -315,33 +314,6 @@ def test_the_path_of_a_profile_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch)
     path.parent.mkdir(parents=True)
 
     assert command("profile", "job.toml", "-o", str(path)).output.endswith(f" layers to {path}\n")
-
-
-def test_chaos_tells_what_it_has_found_also_where_it_cannot_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It ended with exit code 2 for an option that nobody had given, and the violation was lost."""
-    outcome = RunOutcome(
-        number=0,
-        specs=("kill:0@1",),
-        settings=(),
-        surroundings=(),
-        seconds=1.0,
-        injected_faults={},
-        violations=("iteration 3 used other samples",),
-    )
-    runs = SimpleNamespace(outcomes=lambda **_: [outcome])
-    monkeypatch.setattr(chaos_command, "named_job", lambda *_: None)
-    monkeypatch.setattr(chaos_command, "Chaos", lambda *_, **__: runs)
-    Path("job.toml").touch()
-    Path("chaos-0-0.json").mkdir()
-
-    result = command("chaos", "job.toml", "--minutes", "1")
-
-    assert result.exit_code == 1, result.output
-    assert "iteration 3 used other samples" in result.output
-    assert "--inject kill:0@1" in result.output
-    assert "not in chaos-0-0.json: it cannot be written: Is a directory" in result.output
 
 
 @pytest.mark.parametrize("resumes", [(), ("--resume",)])

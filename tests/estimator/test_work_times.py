@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from helpers.plan_examples import pipeline, random_plan, rerouted_plan
+from helpers.strategies import model_profile
 from planaria.core.plan import (
     LayerProfile,
     Link,
@@ -95,19 +96,12 @@ def profile_of(plan: Plan, rng: Random) -> ModelProfile:
         for index in range(plan.num_layers)
     )
     tied = (TiedParameters((0, plan.num_layers - 1), 3),) if plan.num_layers > 1 else ()
-    return ModelProfile(
-        model="test",
-        microbatch_size=1,
-        dtype="float32",
-        device="cpu",
-        device_memory_bytes=0,
-        layers=layers,
-        links={
-            "intra_node": Link(rng.random(), rng.choice((1.0, 64.0))),
-            "inter_node": Link(rng.random(), rng.choice((1.0, 8.0))),
-        },
-        tied=tied if rng.random() < 0.5 else (),
-    )
+    links = {
+        "intra_node": Link(rng.random(), rng.choice((1.0, 64.0))),
+        "inter_node": Link(rng.random(), rng.choice((1.0, 8.0))),
+    }
+    tied = tied if rng.random() < 0.5 else ()
+    return replace(model_profile(layers), links=links, tied=tied)
 
 
 @pytest.mark.parametrize("number", [200, pytest.param(2000, marks=pytest.mark.long)])

@@ -165,27 +165,17 @@ def test_a_model_that_no_cluster_holds_is_refused_with_the_memory_that_would_do(
         smallest_num_nodes(with_limits(problem, device_memory_bytes=needed - 1))
 
 
-def test_more_devices_than_layers_in_a_node_is_the_devices_fault() -> None:
-    """No memory helps when one node has more devices than the model has layers."""
-    problem = Problem(
-        profile=equal_problem(num_layers=2).profile,
-        devices_per_node=3,
-        num_microbatches=4,
-        failures_tolerated=0,
+@pytest.mark.parametrize(("num_layers", "measured", "devices"), [(2, (1,), 3), (4, (2,), 1)])
+def test_devices_of_a_node_that_no_layers_can_use_are_refused(
+    num_layers: int, measured: tuple[int, ...], devices: int
+) -> None:
+    """More than the model has layers, which no memory helps; fewer than any was measured with."""
+    layers = tuple(
+        layer_profile(f"layer {i}", 0.01, device_counts=measured) for i in range(num_layers)
     )
-
-    with pytest.raises(InfeasibleError) as caught:
-        smallest_num_nodes(problem)
-
-    assert (caught.value.limit, caught.value.value) == (Limit.DEVICES_PER_NODE, 3)
-
-
-def test_fewer_devices_in_a_node_than_any_layer_was_measured_with_are_refused() -> None:
-    """A profile may have times for two devices alone."""
-    layers = tuple(layer_profile(f"layer {i}", 0.01, device_counts=(2,)) for i in range(4))
     problem = Problem(
         profile=model_profile(layers),
-        devices_per_node=1,
+        devices_per_node=devices,
         num_microbatches=4,
         failures_tolerated=0,
     )
@@ -193,7 +183,7 @@ def test_fewer_devices_in_a_node_than_any_layer_was_measured_with_are_refused() 
     with pytest.raises(InfeasibleError) as caught:
         smallest_num_nodes(problem)
 
-    assert (caught.value.limit, caught.value.value) == (Limit.DEVICES_PER_NODE, 1)
+    assert (caught.value.limit, caught.value.value) == (Limit.DEVICES_PER_NODE, devices)
 
 
 @pytest.mark.parametrize(
