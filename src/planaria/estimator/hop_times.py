@@ -98,9 +98,9 @@ class ClusterTimes:
         """
         updates_s = []
         for rank in plan.layers_by_rank:
-            count, _ = self._stages[rank]
+            count, speed = self._stages[rank]
             layers = [self._profile.layers[layer] for layer in sorted(plan.held_by_rank[rank])]
-            updates_s.append(sum(layer.update_s.get(count, 0.0) for layer in layers))
+            updates_s.append(sum(layer.update_s.get(count, 0.0) for layer in layers) / speed)
         return updates_s
 
     def _compute_s(self, hop: Hop) -> tuple[float, float, float]:

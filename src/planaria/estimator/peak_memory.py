@@ -166,17 +166,11 @@ class WorkBytes:
 
     def __init__(self, profile: ModelProfile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
-        self._changes: dict[int, tuple[Route, list[int]]] = {}  # By id of the route.
+        self._changes: dict[int, tuple[Route, Sequence[int]]] = {}  # By id of the route.
 
     def most_kept(self, routes: Sequence[Route], work: RoutedWork) -> dict[int, int]:
         """Peak bytes that each rank keeps, by rank."""
-        changes: list[int] = []
-        for microbatch in work.turns:
-            route = routes[microbatch]
-            known = self._changes.get(id(route))
-            if known is None:
-                known = self._changes[id(route)] = route, self._route_changes(route)
-            changes.extend(known[1])
+        changes = work.by_visit(routes, self._route_changes, self._changes)
         return {
             rank: max(accumulate(map(changes.__getitem__, numbers)), default=0)
             for rank, numbers in work.by_rank.items()

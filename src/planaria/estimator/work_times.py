@@ -15,13 +15,11 @@ from planaria.core.plan import ModelProfile, Plan, Route
 from planaria.estimator.hop_times import ClusterTimes
 from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.estimator.sharing import LinkUse
-from planaria.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from planaria.schedule.action import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from planaria.schedule.buckets import ReductionOrder, buckets_of
 from planaria.schedule.routed import WORK_KINDS, RoutedWork
 
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(
-    WORK_KINDS.index, (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-)
+_FORWARD, _BACKWARD, _WEIGHT = map(WORK_KINDS.index, (FORWARD, BACKWARD, BACKWARD_WEIGHT))
 
 
 class _VisitTimes(NamedTuple):
@@ -57,7 +55,7 @@ class WorkTimes:
         reduce_bytes_factor: float = 1.0,
     ) -> None:
         self._cluster = ClusterTimes(profile, plan)
-        self._routes: dict[int, tuple[Route, tuple[_VisitTimes, ...]]] = {}  # By id.
+        self._routes: dict[int, tuple[Route, Sequence[_VisitTimes]]] = {}  # By id.
         self._buckets = buckets_of(plan, tied=profile.tied, order=order)
         reductions = Reductions(profile, plan, bytes_factor=reduce_bytes_factor)
         self._reduce_s = [reductions.seconds(bucket) for bucket in self._buckets]
@@ -69,7 +67,7 @@ class WorkTimes:
 
     def iteration_s(self, routes: Sequence[Route], work: RoutedWork) -> float:
         """Seconds of an iteration, as `predicted_timeline` gives them."""
-        visits = self._visits(routes, work)
+        visits = work.by_visit(routes, self._route_visits, self._routes)
         ends_s = self._ends_s(visits, work)
         handed_over_s = [0.0] * len(self._buckets)
         for rank, indices in self._buckets_of_rank.items():
@@ -86,19 +84,8 @@ class WorkTimes:
 
     def computed_s(self, routes: Sequence[Route], work: RoutedWork) -> Mapping[int, float]:
         """Seconds until each rank has computed all its work, by rank."""
-        ends_s = self._ends_s(self._visits(routes, work), work)
+        ends_s = self._ends_s(work.by_visit(routes, self._route_visits, self._routes), work)
         return {rank: own_s[-1] if own_s else 0.0 for rank, own_s in ends_s.items()}
-
-    def _visits(self, routes: Sequence[Route], work: RoutedWork) -> list[_VisitTimes]:
-        """The times of each visit, in the order of `RoutedWork`."""
-        visits: list[_VisitTimes] = []
-        for microbatch in work.turns:
-            route = routes[microbatch]
-            known = self._routes.get(id(route))
-            if known is None:
-                known = self._routes[id(route)] = route, self._route_visits(route)
-            visits.extend(known[1])
-        return visits
 
     def _route_visits(self, route: Route) -> tuple[_VisitTimes, ...]:
         ranks = [hop.rank for hop in route]

@@ -42,11 +42,12 @@ list schedule, O(actions * log(microbatches)): 1,000 stages with 128 microbatche
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import lcm
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from planaria.core.plan import Hop, Plan, Route, Ticks
 from planaria.schedule.action import (
@@ -61,6 +62,7 @@ from planaria.schedule.action import (
 # The kinds of work; the index of each in the order of `RoutedWork`.
 WORK_KINDS: Final = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
+_Entry = TypeVar("_Entry")
 _Times = tuple[int, int, int, int]  # The virtual time of each of the four.
 
 
@@ -79,6 +81,27 @@ class RoutedWork:
 
     turns: tuple[int, ...]
     by_rank: dict[int, list[int]]
+
+    def by_visit(
+        self,
+        routes: Sequence[Route],
+        of_route: Callable[[Route], Sequence[_Entry]],
+        known: dict[int, tuple[Route, Sequence[_Entry]]],
+    ) -> list[_Entry]:
+        """Entries of all visits, in their order.
+
+        Args:
+            of_route: the entries of one microbatch's visits.
+            known: results of `of_route` by the id of the route, which has what is found added.
+        """
+        entries: list[_Entry] = []
+        for microbatch in self.turns:
+            route = routes[microbatch]
+            found = known.get(id(route))
+            if found is None:  # It holds the route, so that no other one gets this id.
+                found = known[id(route)] = route, of_route(route)
+            entries.extend(found[1])
+        return entries
 
 
 def routed_1f1b(plan: Plan) -> Schedule:

@@ -14,7 +14,7 @@ Differs: equation 5 lists all sets, and section 4.2.2 prices each; here only the
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
 from typing import Final, TypeAlias
@@ -133,6 +133,18 @@ class SizeSearch:
         self._tables = [times_s[size] for size in self._sizes]
         self._ends_s = np.sort(np.concatenate(self._tables)) if self._tables else np.zeros(0)
         self._sums = _Sums(nodes, self._sizes, pipelines) if self._sizes else None
+        # A limit makes each try many times as slow, and rarely makes a set slower.
+        self._unlimited: SizeSearch | None = None
+        if (
+            pipelines.max_pipelines is not None
+            and pipelines.max_pipelines > pipelines.min_pipelines
+        ):
+            self._unlimited = SizeSearch(
+                nodes,
+                times_s,
+                num_microbatches=num_microbatches,
+                pipelines=replace(pipelines, max_pipelines=None),
+            )
         # Pairs of a time and, for each part, whether the time suffices; ascending by time.
         self._tried: list[tuple[float, NDArray[np.bool_]]] = []
 
@@ -152,6 +164,10 @@ class SizeSearch:
         if self._sums is None:
             return None
         part = self._sums.part(nodes)
+        if self._unlimited is not None:
+            unlimited = self._unlimited.fastest(nodes, below_s=below_s)
+            if unlimited is None or self._is_enough(unlimited[0], part):
+                return unlimited and self._first_set(unlimited[0], part)
         fast_enough_s = _largest_below(self._ends_s, below_s)
         if not self._is_enough(fast_enough_s, part):
             return None
@@ -171,8 +187,12 @@ class SizeSearch:
                 fast_enough_s = time_s
             else:
                 too_fast_s = middle_s
-        capacities = _capacities(self._tables, fast_enough_s)
-        return fast_enough_s, self._sums.first_set(part, capacities, self._num_microbatches)
+        return self._first_set(fast_enough_s, part)
+
+    def _first_set(self, time_s: float, part: int) -> tuple[float, tuple[Counts, ...]]:
+        assert self._sums is not None
+        capacities = _capacities(self._tables, time_s)
+        return time_s, self._sums.first_set(part, capacities, self._num_microbatches)
 
     def _is_enough(self, time_s: float, part: int) -> bool:
         assert self._sums is not None
@@ -204,6 +224,8 @@ class _Sums:
             self._index_less[parts[:, kind] < np.array(sizes)[:, None, kind]] = 0
         self._index_less = np.ascontiguousarray(self._index_less.T)
         self._jumps = tuple(_jumps(sizes, self._shape))
+        # The capacities that were asked for last, and their table by number of pipelines.
+        self._counted: tuple[Numbers, Numbers] | None = None
 
     def part(self, nodes: Counts) -> int:
         """The number of the part that has `nodes[k]` nodes of each kind k."""
@@ -241,11 +263,14 @@ class _Sums:
     def _max_by_count(self, capacities: Numbers) -> Numbers:
         """Table [k, 1 + v]: the most microbatches that k pipelines of part v finish together."""
         min_pipelines, max_pipelines = self._pipelines.min_pipelines, self._pipelines.max_pipelines
+        if self._counted is not None and np.array_equal(self._counted[0], capacities):
+            return self._counted[1]
         number = min_pipelines if max_pipelines is None else max_pipelines
         rows = np.full((number + 1, len(self._index_less) + 1), _NEVER)
         rows[0, 1] = 0
         for row, next_row in pairwise(rows):
             np.maximum((row[self._index_less] + capacities).max(axis=1), _NEVER, out=next_row[1:])
+        self._counted = capacities, rows
         return rows
 
     def _max_by_used(self, rows: Numbers, capacities: Numbers, last: int) -> Numbers:
@@ -256,9 +281,14 @@ class _Sums:
             return self._with_more_pipelines(
                 rows[min_pipelines - last : min_pipelines + 1][::-1], capacities
             )
-        first = [max(0, min_pipelines - used) for used in range(last + 1)]
-        ends = [max(1, max_pipelines - used + 1) for used in range(last + 1)]
-        return np.stack([rows[a:b].max(axis=0) for a, b in zip(first, ends, strict=True)])
+        # With min_pipelines others or more, any number up to the limit may follow.
+        up_to = np.maximum.accumulate(rows)
+        fewer = min(min_pipelines, last + 1)
+        table = [
+            rows[min_pipelines - used : max_pipelines - used + 1].max(axis=0)
+            for used in range(fewer)
+        ]
+        return np.stack([*table, *up_to[max_pipelines - last : max_pipelines - fewer + 1][::-1]])
 
     def _with_more_pipelines(self, rows: Numbers, capacities: Numbers) -> Numbers:
         """The rows, with the entries that result if any number of pipelines may be added."""
