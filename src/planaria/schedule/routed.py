@@ -97,10 +97,10 @@ class RoutedWork:
         entries: list[_Entry] = []
         for microbatch in self.turns:
             route = routes[microbatch]
-            found = known.get(id(route))
-            if found is None:  # It holds the route, so that no other one gets this id.
-                found = known[id(route)] = route, of_route(route)
-            entries.extend(found[1])
+            key = id(route)
+            if key not in known:  # The entry holds the route, so that no other one gets this id.
+                known[key] = route, of_route(route)
+            entries.extend(known[key][1])
         return entries
 
 
