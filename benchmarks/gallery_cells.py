@@ -26,6 +26,7 @@ from planaria.papers.experiments import EXPERIMENTS
 from planaria.papers.rows import Claim, How, PublishedRow
 from planaria.profiles.shipped import profile_path
 from planaria.simulator.economics.compare import ClusterScenario, play
+from planaria.simulator.failures.planned_losses import EC2_NOTICE_S, GCP_NOTICE_S
 from planaria.simulator.failures.presets import PRESETS
 from planaria.systems.system import Setting, System
 
@@ -68,15 +69,23 @@ class Case:
         profile: name of a shipped profile; each node has one device.
         failures: name of a recorded trace, or "preset NAME" for a published rate.
         hours: simulated hours.
+        notice_s: seconds before a loss at which its nodes are told; 0: they are not.
     """
 
     profile: str
     nodes: int
     failures: str
     hours: float
+    notice_s: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.failures}, {self.profile} on {self.nodes} nodes, {self.hours:g} h"
+        notice = f", told {self.notice_s:g} s before" if self.notice_s else ""
+        return f"{self.failures}{notice}, {self.profile} on {self.nodes} nodes, {self.hours:g} h"
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The case as lines of the file have it: the first ones knew of no notices."""
+        return {key: value for key, value in asdict(self).items() if key != "notice_s" or value}
 
     def scenario(self, policy: PolicyName) -> ClusterScenario:
         """The scenario with a policy; all policies see the same failures."""
@@ -89,15 +98,15 @@ class Case:
         tables = {
             "cluster": {"nodes": self.nodes, "profile": self.profile},
             "job": {"resilience": {"policy": policy}},
-            "failures": failures,
+            "failures": failures | {"notice_s": self.notice_s},
             "run": {"hours": self.hours},
         }
         return scenario_from_tables(tables, name=str(self))
 
 
-# At 16 nodes, most of these have 6 to 14 losses: then 100 seeds of the adaptive policy, which
-# thinks about a second for each loss, fit into some 15 minutes of a processor. A spot machine is
-# lost within hours, so 2 hours have as many losses as 30 days have elsewhere.
+# At 16 nodes, most of these have 6 to 14 losses: then 100 seeds of the adaptive policy fit into a
+# few minutes of a processor. A spot machine is lost within hours, so 2 hours have as many losses as
+# 30 days have elsewhere.
 _HOURS: Final[Mapping[str, float]] = {
     "bamboo-p3": 2.0,
     "oobleck-ec2-p3": 2.0,
@@ -113,16 +122,25 @@ _HOURS: Final[Mapping[str, float]] = {
     "preset spot-p3": 2.0,
     "preset odyssey": 9.0,
 }
-# Sizes at which the adaptive policy thinks too long for 100 seeds: the other systems, and planaria
-# with the policy reinstantiate.
+# Machines that are taken back at short notice. Traces hold no notices: with and without them.
+_SPOT: Final = ("bamboo-p3", "oobleck-ec2-p3", "oobleck-ec2-g4dn", "preset spot-p3")
 _LARGER: Final = (
     *(("gpt2", 32, name) for name in ("bamboo-p3", "oobleck-1h", "preset opt")),
     *(("llama2-7b", 64, name) for name in ("bamboo-p3", "infinitehbd", "preset opt")),
 )
-SMALL_CASES: Final = tuple(Case("gpt3-6.7b", 16, name, hours) for name, hours in _HOURS.items())
-LARGE_CASES: Final = tuple(
-    Case(profile, nodes, name, _HOURS[name]) for profile, nodes, name in _LARGER
-)
+
+
+def _cases() -> Iterator[Case]:
+    smaller = (("gpt3-6.7b", 16, name) for name in _HOURS)
+    for profile, nodes, name in (*smaller, *_LARGER):
+        case = Case(profile, nodes, name, _HOURS[name])
+        yield case
+        if name in _SPOT:
+            yield replace(case, notice_s=EC2_NOTICE_S)
+    yield Case("gpt3-6.7b", 16, _SPOT[0], _HOURS[_SPOT[0]], GCP_NOTICE_S)
+
+
+CASES: Final = tuple(_cases())
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +163,7 @@ class Cell:
     @property
     def key(self) -> str:
         """What tells the cell from all others."""
-        return json.dumps([asdict(self.case), self.entrant, self.seeds.start, self.seeds.stop])
+        return json.dumps([self.case.table, self.entrant, self.seeds.start, self.seeds.stop])
 
     @property
     def digest(self) -> str:
@@ -161,7 +179,7 @@ class Cell:
         setting = scenario.setting
         outcomes = [play(scenario, entrant.system, seed) for seed in self.seeds]
         return {
-            "case": asdict(self.case),
+            "case": self.case.table,
             "system": self.entrant,
             "seeds": [self.seeds.start, self.seeds.stop],
             "first_samples_per_s": setting.job.training.global_batch_size / setting.failure_free_s,
@@ -220,10 +238,9 @@ def cells(num_seeds: int) -> Iterator[AnyCell]:
     yield from map(ExperimentCell, EXPERIMENTS)
     bounds = [bound for bound in SEED_BLOCKS if bound < num_seeds] + [num_seeds]
     for first, end in pairwise(bounds):
-        for case in (*SMALL_CASES, *LARGE_CASES):
+        for case in CASES:
             for name in ENTRANTS:
-                if case in SMALL_CASES or name != PLANARIA:
-                    yield Cell(case, name, range(first, end))
+                yield Cell(case, name, range(first, end))
 
 
 def line_of(cell: AnyCell) -> dict[str, Any]:
@@ -352,7 +369,7 @@ def runs_by_case(lines: Sequence[Line]) -> dict[Case, dict[str, Runs]]:
             seeds = range(*line["seeds"])
             runs.samples_per_s.update(zip(seeds, line["samples_per_s"], strict=True))
             runs.losses.update(zip(seeds, line["losses"], strict=True))
-    known = [case for case in (*SMALL_CASES, *LARGE_CASES) if case in found]
+    known = [case for case in CASES if case in found]
     ordered = [*known, *(case for case in found if case not in known)]
     return {
         case: {name: found[case][name] for name in ENTRANTS if name in found[case]}

@@ -4,8 +4,9 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gallery import done_lines
 from gallery_cells import (
+    CASES,
     PLANARIA,
-    SMALL_CASES,
     VERSION,
     Case,
     Cell,
@@ -28,11 +29,13 @@ from gallery_cells import (
     runs_by_case,
 )
 from gallery_page import page, write_page
+from planaria.simulator.failures.occurrences import OccurrenceKind
 
 sys.path.pop()  # Or a script of benchmarks/ would be taken for a folder of tests/.
 
 ROOT = Path(__file__).parents[2]
 CASE = Case("gpt2", 4, "preset spot-p3", 0.5)
+SEED = 20_261_130
 
 
 def line(
@@ -108,13 +111,35 @@ def test_every_system_runs_on_every_trace_with_a_hundred_seeds() -> None:
             if cell.case == case and cell.entrant == system
             for seed in cell.seeds
         ]
-        for case in SMALL_CASES
+        for case in CASES
         for system in (PLANARIA, "oobleck", "odyssey-oracle", "replicas")
     }
     num_pairs = len({(cell.case, cell.entrant) for cell in all_cells})
 
     assert all(some == list(range(100)) for some in seeds.values())
     assert len({(cell.case, cell.entrant) for cell in all_cells[:num_pairs]}) == num_pairs
+
+
+def test_spot_machines_are_taken_with_notice_and_without() -> None:
+    """Traces hold no notices; lines from before there were any still count."""
+    told = replace(CASE, notice_s=120.0)
+    happens = [
+        list(
+            case.scenario("adaptive").failures.occurrences(4, horizon_s=36_000.0, rng=Random(SEED))
+        )
+        for case in (CASE, told)
+    ]
+    notices = [[x for x in some if x.kind is OccurrenceKind.NOTICE] for some in happens]
+
+    assert not notices[0]
+    assert notices[1]
+    assert [x for x in happens[1] if x not in notices[1]] == happens[0]
+    assert str(told) == "preset spot-p3, told 120 s before, gpt2 on 4 nodes, 0.5 h"
+    assert "notice_s" not in CASE.table
+    assert Case(**told.table) == told
+    for case in CASES:
+        if case.notice_s:
+            assert replace(case, notice_s=0.0) in CASES
 
 
 def test_the_code_of_a_system_is_part_of_its_cells_digest() -> None:

@@ -258,6 +258,19 @@ def test_layouts_keep_to_the_ranges(
     assert {t.num_nodes for layout in narrow for t in layout.templates} == {3, 4}
 
 
+def test_the_present_pipelines_are_searched_first_however_uneven_they_are() -> None:
+    """Nothing moves where they only split their backwards; no even spread has these depths."""
+    problem = llama(64)
+    present = [cut(2, *range(4, 35, 2)), cut(17, 34)]
+    steps = layouts(problem, 19, present=present, ranges=Ranges())
+    kept = next(x for front in steps for x in front if x.splits_backward and x.num_kept == 2)
+
+    assert sorted(template.num_nodes for template in kept.templates) == [2, 17]
+    assert kept.iteration_s == pytest.approx(price_s(problem, kept), rel=1e-9)
+    fewer = found(problem, 18, present=present)
+    assert all(sum(t.num_nodes for t in layout.templates) == 18 for layout in fewer)
+
+
 def test_a_search_goes_on_where_it_was_left() -> None:
     """In parts it finds what it finds at once."""
     problem, present = llama(16), [cut(9, 18, 26, 34)] * 2

@@ -2,7 +2,7 @@
 
 1. Parallelism: spread the nodes over pipelines in all ways within two ranges: how far the number of
    pipelines may differ from the present one, and a depth from an even share of the nodes. The most
-   even spreads come first.
+   even spreads come first, after that of the present pipelines if these have all nodes.
 2. Batch: distribute microbatches in proportion to nodes, at least one to each pipeline; then so
    that the last pipeline ends as early as possible.
 3. Layers: for each pipeline take the partition that suits its nodes and microbatches
@@ -98,6 +98,10 @@ def _layouts(
     by_number = [
         spreads(problem, num_nodes, number, range_of_depths=ranges.pp) for number in numbers
     ]
+    present_depths = tuple(sorted(template.num_nodes for template in present))
+    if sum(present_depths) == num_nodes and len(present) in numbers:
+        # The present pipelines may be less even than any spread; nothing moves to split backwards.
+        by_number.insert(0, iter([present_depths]))
     for turn in zip_longest(*by_number):
         for depths in filter(None, turn):
             for _ in search.search_depths(depths):

@@ -26,7 +26,7 @@ from planaria.policies.reroute import KnownReroutes
 from planaria.policies.traits import TRAITS
 from planaria.simulator.economics.remembered import Remembered
 
-_HOPS_MAX: Final = 1 << 10  # Hops of the largest plan for which layouts are searched.
+_HOPS_MAX: Final = 1 << 13  # Hops of the largest plan for which layouts are searched.
 
 
 class VirtualForesight:
