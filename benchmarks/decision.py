@@ -62,7 +62,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
     prices = profile_prices(catalog.problem.profile, regroup_s=REGROUP_S)
     prices = replace(prices, hop_s=HOP_S)
     known = ForeseenAnswers()
-    searched = layout_search(job, catalog.problem)
+    searched = layout_search(job, catalog)
     hurried = hurried_policy(job, catalog)
     policy = Lookup(named_policy(job, catalog, searched), known, hurried)
     began_s = last_s = process_time()

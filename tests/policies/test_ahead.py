@@ -21,7 +21,7 @@ from helpers.losses import (
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, Plan
 from planaria.planner.layout.depths import Ranges
-from planaria.planner.layout.search import LayoutSearches
+from planaria.planner.layout.search import LayoutSearches, SearchResults
 from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.adaptive import Adaptive
@@ -35,7 +35,7 @@ from planaria.policies.unequal_nodes import UnequalNodes, with_kinds
 
 def policies(catalog: PlanCatalog) -> tuple[Policy, LayoutSearches]:
     """All of them in one, and where it looks for layouts."""
-    searched = LayoutSearches(catalog.problem, Ranges())
+    searched = LayoutSearches(Ranges(), SearchResults(catalog.problem))
     anew = UnequalNodes(Reinstantiate(catalog))
     around = Reroute(catalog.problem, Adaptive(()))
     return Adaptive((anew, around, Repartition(catalog.problem, anew, searched))), searched

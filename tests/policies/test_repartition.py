@@ -18,7 +18,7 @@ from helpers.losses import (
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.layout.depths import Ranges
-from planaria.planner.layout.search import Layout, LayoutSearches
+from planaria.planner.layout.search import Layout, LayoutSearches, SearchResults
 from planaria.planner.plans import PlanCatalog
 from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.reinstantiate import Reinstantiate
@@ -27,7 +27,7 @@ from planaria.policies.unequal_nodes import STAY, UnequalNodes
 
 
 def policy(catalog: PlanCatalog) -> Repartition:
-    searched = LayoutSearches(catalog.problem, Ranges())
+    searched = LayoutSearches(Ranges(), SearchResults(catalog.problem))
     return Repartition(catalog.problem, UnequalNodes(Reinstantiate(catalog)), searched)
 
 

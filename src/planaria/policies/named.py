@@ -6,7 +6,6 @@ from planaria.core.job import JobConfig
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import LayoutSearches, SearchResults
 from planaria.planner.plans import PlanCatalog
-from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import HOPS_MAX, TRIES_HOPS_MAX
 from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
@@ -25,15 +24,16 @@ _RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.a
 
 
 def layout_search(
-    job: JobConfig, problem: Problem, results: SearchResults | None = None
+    job: JobConfig, catalog: PlanCatalog, results: SearchResults | None = None
 ) -> LayoutSearches:
     """A new search for layouts within the ranges of a job.
 
     Args:
-        results: results of other searches of the problem, see `LayoutSearches`.
+        results: results of other searches of the catalog's problem, see `LayoutSearches`; by
+            default it begins with none.
     """
     ranges = Ranges(dp=job.resilience.dp_range, pp=job.resilience.pp_range)
-    return LayoutSearches(problem, ranges, results)
+    return LayoutSearches(ranges, results or SearchResults(catalog.problem, catalog.templates))
 
 
 def named_policy(
@@ -54,7 +54,7 @@ def named_policy(
     hops_max = TRIES_HOPS_MAX if searched is None else HOPS_MAX
     restoring = _RESTORING[job.resilience.assignment]
     reinstantiate = UnequalNodes(Reinstantiate(catalog, restoring))
-    searched = searched or layout_search(job, catalog.problem)
+    searched = searched or layout_search(job, catalog)
     match job.resilience.policy:
         case "reinstantiate":
             return reinstantiate

@@ -274,7 +274,7 @@ def test_the_present_pipelines_are_searched_first_however_uneven_they_are() -> N
 def test_a_search_goes_on_where_it_was_left() -> None:
     """In parts it finds what it finds at once."""
     problem, present = llama(16), [cut(9, 18, 26, 34)] * 2
-    parts, at_once = LayoutSearches(problem, Ranges()), LayoutSearches(problem, Ranges())
+    parts, at_once = (LayoutSearches(Ranges(), SearchResults(problem)) for _ in range(2))
     assert parts.front(7, present) == ()
 
     list(islice(parts.steps(7, present), 5))
@@ -297,8 +297,8 @@ def test_searches_that_share_results_take_the_steps_that_each_takes_alone() -> N
         (7, [cut(8, 17, 26, 34), cut(12, 23, 34)]),
     ]
     results = SearchResults(problem)
-    shared = LayoutSearches(problem, Ranges(dp=1, pp=1), results)
-    others = LayoutSearches(problem, Ranges(dp=1, pp=1), results)
+    shared = LayoutSearches(Ranges(dp=1, pp=1), results)
+    others = LayoutSearches(Ranges(dp=1, pp=1), results)
     alone = [layouts(problem, n, present=p, ranges=Ranges(dp=1, pp=1)) for n, p in questions]
     num_steps = 0
 

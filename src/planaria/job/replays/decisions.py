@@ -129,7 +129,7 @@ class _Decider:
         assert catalog is not None
         assert event is not None
         catalog = corrected_plans(catalog, inputs.findings.layer_factors)
-        searched = layout_search(job, catalog.problem)
+        searched = layout_search(job, catalog)
         policy = named_policy(job, catalog, searched)
         ahead = job.resilience.failures_ahead
         for answer in look_ahead(policy, searched, plan, prices=prices, failures_ahead=ahead):

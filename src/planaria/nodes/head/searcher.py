@@ -194,7 +194,7 @@ def _search(
 ) -> _SearchRequest | None:
     """Sends answers as they are found; returns a newer request, or None if all were found first."""
     catalog = corrected_plans(_catalog(spec, request), request.layer_factors)
-    searched = layout_search(spec.job, catalog.problem)
+    searched = layout_search(spec.job, catalog)
     for foreseen in look_ahead(
         named_policy(spec.job, catalog, searched),
         searched,

@@ -56,21 +56,25 @@ def by_share(depths: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def numbers_to_try(problem: Problem, num_nodes: int, num_present: int, ranges: Ranges) -> list[int]:
-    """The numbers of pipelines to try, the nearest to num_present first.
-
-    They are within the range, and the nodes, layers and microbatches allow them.
-    """
+def numbers_possible(problem: Problem, num_nodes: int) -> range:
+    """The numbers of pipelines that nodes, layers and microbatches allow: f + 1 or more, or as many
+    as there can be."""
     max_pipelines = min(num_nodes // smallest_num_nodes(problem), problem.num_microbatches)
     num_layers = len(problem.profile.layers)
     min_pipelines = max(
         1, min(problem.failures_tolerated + 1, max_pipelines), -(-num_nodes // num_layers)
     )
-    if min_pipelines > max_pipelines:
+    return range(min_pipelines, max_pipelines + 1)
+
+
+def numbers_to_try(problem: Problem, num_nodes: int, num_present: int, ranges: Ranges) -> list[int]:
+    """The possible numbers of pipelines within the range, the nearest to num_present first."""
+    possible = numbers_possible(problem, num_nodes)
+    if not possible:
         return []
-    nearest = min(max(num_present, min_pipelines), max_pipelines)
+    nearest = min(max(num_present, possible[0]), possible[-1])
     in_range = range(
-        max(min_pipelines, nearest - ranges.dp), min(max_pipelines, nearest + ranges.dp) + 1
+        max(possible[0], nearest - ranges.dp), min(possible[-1], nearest + ranges.dp) + 1
     )
     return sorted(in_range, key=lambda number: (abs(number - nearest), number))
 

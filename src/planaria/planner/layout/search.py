@@ -2,7 +2,8 @@
 
 1. Parallelism: spread the nodes over pipelines in all ways within two ranges: how far the number of
    pipelines may differ from the present one, and a depth from an even share of the nodes. The most
-   even spreads come first, after that of the present pipelines if these have all nodes.
+   even spreads come first, after that of the present pipelines if these have all nodes. Spreads
+   that promise much with split backwards are tried besides, whatever the ranges (split_sets.py).
 2. Batch: distribute microbatches in proportion to nodes, at least one to each pipeline; then so
    that the last pipeline ends as early as possible.
 3. Layers: for each pipeline take the partition that suits its nodes and microbatches
@@ -23,7 +24,7 @@ bubbles.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import zip_longest
@@ -35,6 +36,7 @@ import numpy as np
 from planaria.core.plan import PipelineTemplate
 from planaria.planner.layout.depths import Ranges, by_share, numbers_to_try, spreads
 from planaria.planner.layout.sets import distribute_microbatches
+from planaria.planner.layout.split_sets import SplitSets
 from planaria.planner.partition.partitions import Partitions, Size
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.times import PlainTimes, iteration_after
@@ -98,6 +100,7 @@ def _layouts(
     by_number = [
         spreads(problem, num_nodes, number, range_of_depths=ranges.pp) for number in numbers
     ]
+    by_number.insert(0, iter(results.spreads(num_nodes)))
     present_depths = tuple(sorted(template.num_nodes for template in present))
     if sum(present_depths) == num_nodes and len(present) in numbers:
         # The present pipelines may be less even than any spread; nothing moves to split backwards.
@@ -121,15 +124,11 @@ class LayoutSearches:
     the steps that it would take alone, so what it has found after some steps stays the same.
 
     Args:
-        results: results of other searches of the problem, which these look up and add to; by
-            default these begin with none.
+        results: results of other searches of the problem, which these look up and add to.
     """
 
-    def __init__(
-        self, problem: Problem, ranges: Ranges, results: "SearchResults | None" = None
-    ) -> None:
-        assert results is None or results.problem is problem
-        self._results = results or SearchResults(problem)
+    def __init__(self, ranges: Ranges, results: "SearchResults") -> None:
+        self._results = results
         self._ranges = ranges
         self._fronts: dict[_Key, tuple[Layout, ...]] = {}
         self._searches: dict[_Key, Iterator[tuple[Layout, ...]]] = {}
@@ -200,17 +199,33 @@ class _FoundLayout(NamedTuple):
 class SearchResults:
     """What all searches of a problem have in common: it does not depend on what is present.
 
+    Args:
+        templates: templates of a job by number of nodes; sets of them are tried with split
+            backwards.
+
     Attributes:
         found_layouts: layouts of new pipelines before partitions are improved, by the depths of
             the pipelines and whether backwards are split.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(
+        self, problem: Problem, templates: Mapping[int, PipelineTemplate] | None = None
+    ) -> None:
         self.problem = problem
+        self._split_sets = SplitSets(problem, templates or {})
+        self._spreads: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.costs = stage_costs(problem)
         self.partitions = Partitions(problem)
         self.times = PlainTimes(problem)
         self.found_layouts: dict[tuple[tuple[int, ...], bool], _FoundLayout] = {}
+
+    def spreads(self, num_nodes: int) -> tuple[tuple[int, ...], ...]:
+        """The depths that promise most with split backwards."""
+        if not self.problem.splits_backward:
+            return ()
+        if num_nodes not in self._spreads:
+            self._spreads[num_nodes] = self._split_sets.spreads(num_nodes)
+        return self._spreads[num_nodes]
 
 
 class _LayoutSearch:

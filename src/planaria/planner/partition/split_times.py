@@ -18,6 +18,7 @@ Source: ReCycle (SOSP '24), decoupled backpropagation; Odyssey has whole backwar
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planaria.core.plan import PipelineTemplate, plain_plan
 from planaria.estimator.work_times import WorkTimes
@@ -58,8 +59,14 @@ class SplitTimes:
         return tuple(ends_s[ranks[0]] for ranks in pipeline.ranks_by_stage())
 
 
-def least_split_s(costs: StageCosts, rows: PartitionRows, num_microbatches: int) -> Seconds:
-    """Lower bound on the seconds that a pipeline of each partition takes, shape [C]."""
+def least_split_s(
+    costs: StageCosts, rows: PartitionRows, num_microbatches: int | NDArray[np.int64]
+) -> Seconds:
+    """Lower bound on the seconds that a pipeline of each partition takes, shape [C].
+
+    Args:
+        num_microbatches: a number, or M numbers of shape [M, 1, 1] for a result of shape [M, C].
+    """
     firsts, ends, groups = rows
     table = table_of(costs, rows)
     input_s = np.zeros_like(table.forward_s)
@@ -77,7 +84,7 @@ def least_split_s(costs: StageCosts, rows: PartitionRows, num_microbatches: int)
     is_first = np.arange(len(groups))[:, None] == first
     last_up_s = up_s + np.where(is_first, 0.0, last_s)
     both_s = num_microbatches * (table.forward_s + input_s) + last_up_s
-    least_s: Seconds = (before_s + np.maximum(num_microbatches * stage_s, both_s)).max(axis=0)
+    least_s: Seconds = (before_s + np.maximum(num_microbatches * stage_s, both_s)).max(axis=-2)
     return least_s
 
 

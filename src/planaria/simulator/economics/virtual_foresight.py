@@ -41,7 +41,7 @@ class VirtualForesight:
         self.is_ready = False
         self._failures_ahead = job.resilience.failures_ahead
         common = common_results(catalog)
-        self._searched = layout_search(job, catalog.problem, common.layouts)
+        self._searched = layout_search(job, catalog, common.layouts)
         self._sizes: set[int] = set()  # Numbers of nodes for which layouts were searched.
         self._thorough = Remembered(named_policy(job, catalog, self._searched, common.reroutes))
         hurried = hurried_policy if is_choice else named_policy
@@ -86,4 +86,6 @@ class CommonResults(NamedTuple):
 @lru_cache(maxsize=4)  # A catalog is equal to itself only.
 def common_results(catalog: PlanCatalog) -> CommonResults:
     """The results that runs with a catalog have in common so far."""
-    return CommonResults(SearchResults(catalog.problem), KnownReroutes(catalog.problem))
+    return CommonResults(
+        SearchResults(catalog.problem, catalog.templates), KnownReroutes(catalog.problem)
+    )
