@@ -18,6 +18,7 @@ head=${head:-${first#*@}}
 case $head in *:*) head="[$head]" ;; esac  # An address of IPv6.
 # Jobs of other directories or names are others; the port of the head follows from this, too.
 key=$(printf %s "$PWD/cluster" | cksum | cut -d " " -f 1)
+printf -v directory %q "$PWD"
 printf -v path %q "$PATH"  # A shell that ssh starts may not find planaria by itself.
 
 # What a machine runs, with $rank, $head, $domain and $key. Where it runs still, because the
@@ -48,22 +49,26 @@ reach() {  # HOST WORD...: runs a command there.
 run() {  # RANK: runs it on a machine, again and again if need be; the exit code is the last one.
     read -r host domain _ <<< "${hosts[$1]}"
     printf -v words '%q ' "rank=$1" "head=$head" "domain=$domain" "key=$key"
+    was_tried=
     # A lost connection (255) is no restart: the machine runs it still, or is waited for.
     for ((num_restarts = 0; num_restarts < restarts_max || $1 > 0; num_restarts += code != 255)); do
-        reach "$host" "cd $(printf %q "$PWD") && $words PATH=$path:\$PATH bash -s" <<< "$command"
+        reach "$host" "cd $directory || exit 126; $words PATH=$path:\$PATH bash -s" <<< "$command"
         code=$?
         case $code in
             0 | 1 | 2 | 130) break ;;   # It is done, or starting it again changes nothing.
             3 | 75 | 255) ;;            # Unfinished; no head; ssh has failed.
             129 | 1[3-9]?) ;;           # It was killed.
+            126 | 127)                  # A machine that boots may not have mounted all yet.
+                echo "$host: planaria could not be started there (exit code $code)" >&2
+                [ "$was_tried" ] || break ;;
             *) break ;;
         esac
+        was_tried=yes
         sleep "${restart_s:-10}"
         [ "$1" = 0 ] || kill -0 "$head_run" 2> /dev/null || break  # The job is over.
     done
     case $code in
-        0 | 3 | 75 | 130 | 255) ;;  # What it prints says why.
-        126 | 127) echo "$host: planaria could not be started there (exit code $code)" >&2 ;;
+        0 | 3 | 75 | 126 | 127 | 130 | 255) ;;  # What was printed says why.
         *) echo "$host: ended with exit code $code" >&2 ;;
     esac
     exit "$code"

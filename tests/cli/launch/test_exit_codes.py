@@ -145,6 +145,29 @@ def test_ssh_waits_for_a_machine_whose_connection_was_lost(
     assert (ended, num_starts(fakes, 0)) == (130, 1)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("failure", ['exec bash -c "${*/cd /cd /missing}"', "exit 127"])
+def test_ssh_waits_for_a_machine_that_boots_until_its_directories_are_there(
+    failure: str, rank: int, fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """It can be reached some seconds before; its machine was given up then, and the job if it was
+    the first one."""
+    write_hosts(tmp_path, "127.0.0.1\n127.0.0.2\n")
+    connect = (fakes.directory / "ssh").read_text()
+    fakes.write("real-ssh", connect.partition("\n")[2])
+    fakes.write(
+        "ssh",
+        f'case "$*" in *rank={rank}*) echo >> "$FAKES/calls" ;; *) exec real-ssh "$@" ;; esac\n'
+        f'case $(wc -l < "$FAKES/calls") in 1) exit 255 ;; 2) shift 7; {failure} ;; esac\n'
+        'exec real-ssh "$@"',
+    )
+    codes = {"HEAD": "0", "OTHER": "0", "STARTS": "1"}
+    ended = run_script(fakes, ["bash", str(CLUSTERS / "cluster-ssh.sh")], tmp_path, **codes)
+
+    assert (ended, num_starts(fakes, rank)) == (0, 1)
+    assert len((fakes.directory / "calls").read_text()) == 3
+
+
 def test_ssh_ends_no_job_whose_first_machine_it_cannot_reach(
     fakes: FakeScheduler, tmp_path: Path
 ) -> None:
