@@ -196,6 +196,22 @@ def test_ray_acts_on_exit_codes(
     assert places[0][0].strategy == "STRICT_SPREAD"
 
 
+def test_an_address_of_ipv6_is_bracketed(
+    fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """planaria refused HOST:PORT on each machine."""
+    fakes.write("planaria", 'echo "$*" >> "$FAKES/planaria.words"')
+    for name, text in fakes.environment.items():
+        monkeypatch.setenv(name, text)
+    fake_ray(monkeypatch)
+    monkeypatch.setattr(sys.modules["ray.util"], "get_node_ip_address", lambda: "fd00::5")
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    machine = program["Machine"]()
+    machine.run(0, machine.address())
+
+    assert "--rdzv-endpoint [fd00::5]:20010 " in fakes.words("planaria")[0]
+
+
 @pytest.mark.parametrize("code", [3, None])
 def test_many_machines_of_ray_that_end_at_once_are_started_again_after_one_pause(
     code: int | None, monkeypatch: pytest.MonkeyPatch

@@ -56,8 +56,9 @@ class Machine:
         self._pause_s = 0.0
 
     def address(self) -> str:
-        """The address at which other machines reach this one."""
-        return str(ray.util.get_node_ip_address())
+        """The address at which other machines reach this one, as in HOST:PORT."""
+        address = str(ray.util.get_node_ip_address())
+        return f"[{address}]" if ":" in address else address
 
     def run(self, rank: int, head: str) -> int:
         """Runs `planaria run` until it ends; returns its exit code.
