@@ -1,6 +1,8 @@
 """What the program of `planaria launch` for Ray does with exit codes, under a fake Ray."""
 
+import errno
 import itertools
+import os
 import re
 import runpy
 import subprocess
@@ -28,7 +30,11 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     return fake_scheduler(tmp_path / "fakes", monkeypatch)
 
 
-class ActorLost(Exception):
+class RayFailed(Exception):
+    """When Ray cannot say what a call returned, as where memory ran out."""
+
+
+class ActorLost(RayFailed):
     """When the machine of an actor is lost."""
 
 
@@ -45,7 +51,7 @@ class FakeRef:
         if not self._result.done():
             try:
                 self._result.set_result(self._call())
-            except ActorLost as error:
+            except RayFailed as error:
                 self._result.set_exception(error)
         return self._result.result()
 
@@ -129,7 +135,7 @@ def fake_ray(
         remote=remote,
         get=FakeRef.get,
         wait=partial(fake_wait, head_ends_last=head_ends_last),
-        exceptions=type("exceptions", (), {"RayActorError": ActorLost}),
+        exceptions=type("exceptions", (), {"RayError": RayFailed}),
         get_runtime_context=lambda: SimpleNamespace(
             get_node_id=lambda: "here", get_job_id=lambda: "0a000000"
         ),
@@ -212,6 +218,49 @@ def test_an_address_of_ipv6_is_bracketed(
     assert "--rdzv-endpoint [fd00::5]:20010 " in fakes.words("planaria")[0]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_actor_whose_memory_runs_out_is_started_again(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends it with an error that is no RayActorError, which ended the job on all machines."""
+    fake_ray(monkeypatch)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    runs: list[int] = []
+
+    class FullMachine:
+        """A machine; the first run of one rank ends for want of memory."""
+
+        def address(self) -> str:
+            return "127.0.0.1"
+
+        def run(self, own_rank: int, _: str) -> int:
+            runs.append(own_rank)
+            if own_rank == rank and runs.count(rank) == 1:
+                raise RayFailed
+            return 0
+
+    program["main"].__globals__.update(Machine=FullMachine, PAUSE_S=0.0)
+
+    assert program["main"]() == 0
+    assert runs.count(rank) == 2
+
+
+def test_a_machine_of_ray_that_can_start_no_process_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Too many processes run there, or its disk is full; other machines train on."""
+    fake_ray(monkeypatch)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    program["main"].__globals__["PAUSE_S"] = 0.0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+    assert program["Machine"]().run(1, "127.0.0.1") == EXIT_AGAIN
+
+
 @pytest.mark.parametrize("code", [3, None])
 def test_many_machines_of_ray_that_end_at_once_are_started_again_after_one_pause(
     code: int | None, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +307,8 @@ def test_many_machines_of_ray_that_end_at_once_are_started_again_after_one_pause
 def test_a_machine_that_ray_drains_is_told_so_once_and_is_to_run_elsewhere(
     end_s: int, told: str, fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It leaves in peace, with 0, which would count as done. Ray refuses to answer at times."""
+    """It leaves in peace, with 0, which would count as done. Ray refuses to answer at times, and a
+    disk is full."""
     fakes.write(
         "planaria",
         f"notice=$(grep -oP -- '--notice \\K\\S+' <<< \"$*\"); touch {tmp_path}/runs\n"
@@ -278,6 +328,14 @@ def test_a_machine_that_ray_drains_is_told_so_once_and_is_to_run_elsewhere(
     fake_ray(monkeypatch, draining)
     program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
     program["main"].__globals__["POLL_S"] = 0.01
+    replace, num_refused = os.replace, itertools.count()
+
+    def refuse_first(source: str, target: str) -> None:
+        if next(num_refused) == 0:
+            raise OSError(errno.ENOSPC, "no space left")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse_first)
     machine = program["Machine"]()
 
     assert machine.run(1, "127.0.0.1") == EXIT_AGAIN

@@ -54,6 +54,7 @@ class Machine:
     def __init__(self) -> None:
         self._is_unknown = False  # Whether Ray has not said what it drains.
         self._pause_s = 0.0
+        self._was_told = False  # Whether the command was told that the machine is drained.
 
     def address(self) -> str:
         """The address at which other machines reach this one, as in HOST:PORT."""
@@ -68,24 +69,36 @@ class Machine:
         """
         while self.seconds_left() is not None:
             time.sleep(PAUSE_S)
-        notice = os.path.join(tempfile.mkdtemp(), "notice")
         words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{head_port()}"]
-        words += ["--notice", notice]
 @{domain}        start_s = time.monotonic()
-        process = subprocess.Popen([*SHELL, *words, @{job_text}], cwd=DIRECTORY)
-        while (code := process.poll()) is None:
-            if (left := self.seconds_left()) is not None and not os.path.exists(notice):
-                with open(f"{notice}.new", "w") as file:
-                    file.write(left)
-                os.replace(f"{notice}.new", notice)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=POLL_S)
-        if code == 0 and rank and os.path.exists(notice):
+        try:
+            code = self._run(words)
+        except OSError as error:
+            print(f"no process can be started here: {error}", flush=True)
+            code = AGAIN
+        if code == 0 and rank and self._was_told:
             return AGAIN
         is_unfit = code == AGAIN and time.monotonic() - start_s < PAUSE_S_MAX
         self._pause_s = min(2 * self._pause_s + PAUSE_S, PAUSE_S_MAX) if is_unfit else 0.0
         time.sleep(self._pause_s)
         return 128 - code if code < 0 else code
+
+    def _run(self, words: list[str]) -> int:
+        """The exit code of the command, which is told once Ray drains the machine."""
+        notice = os.path.join(tempfile.mkdtemp(), "notice")
+        words = [*words, "--notice", notice, @{job_text}]
+        self._was_told = False
+        process = subprocess.Popen([*SHELL, *words], cwd=DIRECTORY)
+        while (code := process.poll()) is None:
+            if not self._was_told and (left := self.seconds_left()) is not None:
+                with contextlib.suppress(OSError):  # It is tried again, as where a disk is full.
+                    with open(f"{notice}.new", "w") as file:
+                        file.write(left)
+                    os.replace(f"{notice}.new", notice)
+                    self._was_told = True
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=POLL_S)
+        return code
 
     def seconds_left(self) -> str | None:
         """The seconds until the machine is gone, "" if Ray does not say; None: it is not drained.
@@ -123,15 +136,16 @@ def address_of(machine: "ray.actor.ActorHandle") -> str:
     while True:
         try:
             return str(ray.get(machine.address.remote()))
-        except ray.exceptions.RayActorError:
+        except ray.exceptions.RayError:
             time.sleep(PAUSE_S)
 
 
 def code_of(run: "ray.ObjectRef") -> int | None:
-    """The exit code of a run that has ended; None: its machine was lost."""
+    """The exit code of a run that has ended; None: its actor was lost."""
     try:
         return int(ray.get(run))
-    except ray.exceptions.RayActorError:
+    except ray.exceptions.RayError as error:
+        print(f"Ray has lost an actor: {error}", flush=True)
         return None
 
 
