@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -18,11 +19,12 @@ from typing import Any, Final
 import pytest
 
 from helpers.command import wait_for
-from helpers.exit_codes import ROOT, TABLE, fake_scheduler, is_again, num_starts
+from helpers.exit_codes import FAKE_PLANARIA, ROOT, TABLE, fake_scheduler, is_again, num_starts
 from helpers.fake_scheduler import FakeScheduler
 from planaria.nodes.machine import EXIT_AGAIN
 
 CLUSTERS: Final = ROOT / "examples" / "clusters"
+NO_RANK: Final = 1000  # Of a call that is no run; all of these end before the runs do.
 
 
 @pytest.fixture
@@ -45,6 +47,7 @@ class FakeRef:
         self._call = call
         self._result: Future[Any] = Future()
         self.rank = rank
+        self.has_ended = False
 
     def get(self) -> Any:
         """The result, or the error, which is the same each time."""
@@ -57,14 +60,17 @@ class FakeRef:
 
 
 class FakeMethod:
-    """A method of an actor."""
+    """A method of an actor; a run has a rank."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
+    def options(self, **_: str) -> "FakeMethod":
+        return self
+
     def remote(self, *arguments: Any) -> FakeRef:
-        rank = arguments[0] if arguments else -1
-        return FakeRef(lambda: self._method(*arguments), rank)
+        is_run = self._method.__name__ == "run"
+        return FakeRef(lambda: self._method(*arguments), arguments[1] if is_run else NO_RANK)
 
 
 class FakeActor:
@@ -77,6 +83,22 @@ class FakeActor:
         return FakeMethod(getattr(self._instance, name))
 
 
+class FakeMachine:
+    """An actor that is where its test says, and whose runs end as its test says.
+
+    Attributes:
+        run_of: what a run of a rank returns; one that ends with ActorLost is made again here.
+    """
+
+    run_of: Callable[[int], int] = staticmethod(lambda _: 0)
+
+    def place(self, _: int) -> tuple[str, str, bool]:
+        return f"node of {id(self)}", "127.0.0.1", False
+
+    def run(self, _: int, rank: int, __: str) -> int:
+        return type(self).run_of(rank)
+
+
 class FakeGroup:
     """A placement group that is there at once."""
 
@@ -85,7 +107,7 @@ class FakeGroup:
         self.strategy = strategy
 
     def ready(self) -> FakeRef:
-        return FakeRef(lambda: self, -1)
+        return FakeRef(lambda: self, NO_RANK)
 
 
 def fake_wait(
@@ -98,13 +120,17 @@ def fake_wait(
     """The calls that have ended, those of the highest ranks first, and the other ones.
 
     Args:
-        head_ends_last: whether the head ends after all others, or nothing else would be seen to
-            end; else all end at the same time.
+        head_ends_last: whether the head ends once nothing else is waited for, or nothing else would
+            be seen to end; else all end at the same time.
     """
     assert 0 < num_returns <= len(refs)
     ended = sorted(refs, key=lambda ref: ref.rank, reverse=True)
-    ended = ended[:-1] if head_ends_last and len(refs) > 1 else ended
-    assert num_returns <= len(ended) or timeout == 0, "it would wait for ever"
+    if head_ends_last and ended[-1].rank == 0 and not ended[-1].has_ended:
+        if len(ended) > 1 or timeout is not None:
+            ended.pop()
+        else:
+            ended[-1].has_ended = True
+    assert num_returns <= len(ended) or timeout is not None, "it would wait for ever"
     return ended[:num_returns], [ref for ref in refs if ref not in ended[:num_returns]]
 
 
@@ -135,7 +161,7 @@ def fake_ray(
         remote=remote,
         get=FakeRef.get,
         wait=partial(fake_wait, head_ends_last=head_ends_last),
-        exceptions=type("exceptions", (), {"RayError": RayFailed}),
+        exceptions=type("exceptions", (), {"RayError": RayFailed, "RayActorError": ActorLost}),
         get_runtime_context=lambda: SimpleNamespace(
             get_node_id=lambda: "here", get_job_id=lambda: "0a000000"
         ),
@@ -213,7 +239,8 @@ def test_an_address_of_ipv6_is_bracketed(
     monkeypatch.setattr(sys.modules["ray.util"], "get_node_ip_address", lambda: "fd00::5")
     program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
     machine = program["Machine"]()
-    machine.run(0, machine.address())
+    _, address, _ = machine.place(0)
+    machine.run(0, 0, address)
 
     assert "--rdzv-endpoint [fd00::5]:20010 " in fakes.words("planaria")[0]
 
@@ -227,22 +254,44 @@ def test_an_actor_whose_memory_runs_out_is_started_again(
     program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
     runs: list[int] = []
 
-    class FullMachine:
-        """A machine; the first run of one rank ends for want of memory."""
+    def end(own_rank: int) -> int:
+        runs.append(own_rank)
+        if own_rank == rank and runs.count(rank) == 1:
+            raise RayFailed
+        return 0
 
-        def address(self) -> str:
-            return "127.0.0.1"
-
-        def run(self, own_rank: int, _: str) -> int:
-            runs.append(own_rank)
-            if own_rank == rank and runs.count(rank) == 1:
-                raise RayFailed
-            return 0
-
-    program["main"].__globals__.update(Machine=FullMachine, PAUSE_S=0.0)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__.update(Machine=FakeMachine, PAUSE_S=0.0)
 
     assert program["main"]() == 0
     assert runs.count(rank) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_whose_actor_cannot_be_reached_for_a_moment_is_not_made_twice(
+    rank: int, fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray takes it for lost, but it goes on. A second one waited behind it, and began a finished
+    job once more, which is a mistake (2)."""
+    fakes.write("planaria", FAKE_PLANARIA.replace("= 1 ] || exit 0", "= 1 ] || exit 2"))
+    for name, text in {**fakes.environment, "HEAD": "0", "OTHER": "0"}.items():
+        monkeypatch.setenv(name, text)
+    fake_ray(monkeypatch)
+    num_lost = itertools.count()
+
+    def get(ref: FakeRef) -> Any:
+        result = ref.get()
+        if ref.rank == rank and next(num_lost) == 0:
+            raise ActorLost
+        return result
+
+    monkeypatch.setattr(sys.modules["ray"], "get", get)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    program["main"].__globals__["PAUSE_S"] = 0.0
+
+    assert program["main"]() == 0
+    assert next(num_lost) == 2
+    assert num_starts(fakes, rank) == 1
 
 
 def test_a_machine_of_ray_that_can_start_no_process_is_asked_again(
@@ -258,7 +307,7 @@ def test_a_machine_of_ray_that_can_start_no_process_is_asked_again(
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
-    assert program["Machine"]().run(1, "127.0.0.1") == EXIT_AGAIN
+    assert program["Machine"]().run(0, 1, "127.0.0.1") == EXIT_AGAIN
 
 
 @pytest.mark.parametrize("code", [3, None])
@@ -277,26 +326,20 @@ def test_many_machines_of_ray_that_end_at_once_are_started_again_after_one_pause
         running.append([ref.rank for ref in refs])
         return wait(refs, **options)
 
-    class EndingMachine:
-        """A machine whose first run does not finish the job, and whose next one does."""
+    num_runs = Counter[int]()
 
-        def __init__(self) -> None:
-            self._num_runs = 0
+    def end(rank: int) -> int:
+        num_runs[rank] += 1
+        if num_runs[rank] > 1:
+            return 0
+        if code is None:
+            raise ActorLost
+        return code
 
-        def address(self) -> str:
-            return "127.0.0.1"
-
-        def run(self, *_: object) -> int:
-            self._num_runs += 1
-            if self._num_runs > 1:
-                return 0
-            if code is None:
-                raise ActorLost
-            return code
-
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
     monkeypatch.setattr(sys.modules["ray"], "wait", note_ranks)
     clock = SimpleNamespace(sleep=pauses.append)
-    program["main"].__globals__.update(MAX_MACHINES=100, Machine=EndingMachine, time=clock)
+    program["main"].__globals__.update(MAX_MACHINES=100, Machine=FakeMachine, time=clock)
 
     assert program["main"]() == 0
     assert pauses == [program["PAUSE_S"]]
@@ -338,7 +381,7 @@ def test_a_machine_that_ray_drains_is_told_so_once_and_is_to_run_elsewhere(
     monkeypatch.setattr(os, "replace", refuse_first)
     machine = program["Machine"]()
 
-    assert machine.run(1, "127.0.0.1") == EXIT_AGAIN
+    assert machine.run(0, 1, "127.0.0.1") == EXIT_AGAIN
     assert re.fullmatch(told, (tmp_path / "told").read_text())
 
 
@@ -362,7 +405,7 @@ def test_a_command_whose_actor_ends_is_told_to_end(
         return SimpleNamespace(poll=lambda: 0)
 
     monkeypatch.setattr(subprocess, "Popen", note_words)
-    program["Machine"]().run(1, "127.0.0.1")
+    program["Machine"]().run(0, 1, "127.0.0.1")
     monkeypatch.undo()
     actor = (
         "import os, subprocess, sys\n"
@@ -390,9 +433,9 @@ def test_an_unfit_machine_of_ray_is_asked_less_and_less_often(
     )
     program["main"].__globals__["time"] = clock
     machine = program["Machine"]()
-    codes = [machine.run(1, "127.0.0.1") for _ in range(7)]
+    codes = [machine.run(number, 1, "127.0.0.1") for number in range(7)]
     times_s = itertools.count(step=1000)
-    codes.append(machine.run(1, "127.0.0.1"))
+    codes.append(machine.run(7, 1, "127.0.0.1"))
 
     assert codes == [EXIT_AGAIN] * 8
     assert pauses == [10.0, 30.0, 70.0, 150.0, 300.0, 300.0, 300.0, 0.0]

@@ -55,14 +55,33 @@ class Machine:
         self._is_unknown = False  # Whether Ray has not said what it drains.
         self._pause_s = 0.0
         self._was_told = False  # Whether the command was told that the machine is drained.
+        self._number = -1  # Of the newest run.
+        self._code = AGAIN
 
-    def address(self) -> str:
-        """The address at which other machines reach this one, as in HOST:PORT."""
+    def place(self, number: int) -> tuple[str, str, bool]:
+        """Where this is; answers while a run goes on, in a concurrency group of its own.
+
+        Returns:
+            Ray's ID of the machine, its address as in HOST:PORT, and whether the run of that number
+            has begun here.
+        """
         address = str(ray.util.get_node_ip_address())
-        return f"[{address}]" if ":" in address else address
+        address = f"[{address}]" if ":" in address else address
+        return ray.get_runtime_context().get_node_id(), address, number == self._number
 
-    def run(self, rank: int, head: str) -> int:
+    def run(self, number: int, rank: int, head: str) -> int:
         """Runs `planaria run` until it ends; returns its exit code.
+
+        Ray makes one call after the other. A second one for the same run, because the answer of the
+        first was lost, waits for its end and returns its exit code.
+        """
+        if number != self._number:
+            self._number, self._code = number, AGAIN
+            self._code = self._code_of_run(rank, head)
+        return self._code
+
+    def _code_of_run(self, rank: int, head: str) -> int:
+        """The exit code of a run, after a pause if the machine is unfit.
 
         Once Ray drains the machine, the node leaves in peace. Ray starts the actor again elsewhere
         when the machine is gone.
@@ -72,7 +91,7 @@ class Machine:
         words = [*COMMAND, "--node-rank", str(rank), "--rdzv-endpoint", f"{head}:{head_port()}"]
 @{domain}        start_s = time.monotonic()
         try:
-            code = self._run(words)
+            code = self._wait_command(words)
         except OSError as error:
             print(f"no process can be started here: {error}", flush=True)
             code = AGAIN
@@ -83,7 +102,7 @@ class Machine:
         time.sleep(self._pause_s)
         return 128 - code if code < 0 else code
 
-    def _run(self, words: list[str]) -> int:
+    def _wait_command(self, words: list[str]) -> int:
         """The exit code of the command, which is told once Ray drains the machine."""
         notice = os.path.join(tempfile.mkdtemp(), "notice")
         words = [*words, "--notice", notice, @{job_text}]
@@ -124,67 +143,115 @@ def head_port() -> int:
     return PORT or @{first_port} + number % @{num_ports}
 
 
-def start_machine(group: PlacementGroup, index: int) -> "ray.actor.ActorHandle":
-    """Starts an actor in a bundle of a placement group; Ray replaces it if its machine is lost."""
-    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    actor = ray.remote(max_restarts=-1, @{options}, scheduling_strategy=place)(Machine)
-    return actor.remote()
+class Member:
+    """A machine of the job, as this program knows it."""
+
+    def __init__(self, group: PlacementGroup, index: int) -> None:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        actor = ray.remote(
+            max_restarts=-1,  # Ray replaces it if its machine is lost.
+            @{options},
+            concurrency_groups={"place": 1},
+            scheduling_strategy=place,
+        )(Machine)
+        self.actor = actor.remote()
+        self.node_id = ""  # Of the machine in Ray; "": it is to be asked for before the next run.
+        self.address = ""
+        self.call: ray.ObjectRef | None = None  # Of `place` without a node_id, else of `run`.
+        self.num_ended = 0  # Of its runs; the number of the next one.
+        self.is_running = False
+        self.is_done = False
 
 
-def address_of(machine: "ray.actor.ActorHandle") -> str:
-    """The address of an actor's machine, once it has one: Ray may be replacing a lost one."""
-    while True:
-        try:
-            return str(ray.get(machine.address.remote()))
-        except ray.exceptions.RayError:
-            time.sleep(PAUSE_S)
-
-
-def code_of(run: "ray.ObjectRef") -> int | None:
-    """The exit code of a run that has ended; None: its actor was lost."""
-    try:
-        return int(ray.get(run))
-    except ray.exceptions.RayError as error:
-        print(f"Ray has lost an actor: {error}", flush=True)
-        return None
-
-
-def is_again(code: int | None) -> bool:
+def is_again(code: int) -> bool:
     """Whether a machine whose run ended with that code is to run again.
 
-    0: done. 1, 2, 130: starting it again changes nothing. Else it was lost or killed, ended
-    unfinished (3), or found no head (75).
+    0: done. 1, 2, 130: starting it again changes nothing. Else it was killed, ended unfinished (3),
+    or found no head (75).
     """
     return code not in (0, 1, 2, 130)
 
 
+class Job:
+    """The job on all its machines."""
+
+    def __init__(self) -> None:
+        group = placement_group([BUNDLE] * MIN_MACHINES, strategy="STRICT_SPREAD")
+        ray.get(group.ready())
+        self._members = [Member(group, index) for index in range(MIN_MACHINES)]
+        num_more = MAX_MACHINES - MIN_MACHINES  # Each of these comes when Ray has it.
+        self._members += [Member(placement_group([BUNDLE]), 0) for _ in range(num_more)]
+        self._num_starts = 0  # Of the head, which is on the first of the members.
+        self._code = 3  # Of the head's newest run; 3: Ray has lost it.
+
+    def run(self) -> int:
+        """Runs the job; returns the exit code of the machine with the head."""
+        while True:
+            self._start_calls()
+            if self._members[0].is_done:
+                return self._code
+            if self._end_calls(timeout_s=None):
+                # If the job ended unfinished, all others end now. One pause is for all of them:
+                # nobody waits for the head as long as a pause for each takes.
+                time.sleep(PAUSE_S)
+                self._end_calls(timeout_s=0.0)
+
+    def _start_calls(self) -> None:
+        """Asks where machines are, and starts runs on those that have said so, the head's first."""
+        head = self._members[0]
+        for rank, member in enumerate(self._members):
+            if member.call is not None or member.is_done:
+                continue
+            if not member.node_id:
+                place = member.actor.place.options(concurrency_group="place")
+                member.call = place.remote(member.num_ended)
+            elif head.node_id:
+                if member is head and not member.is_running:
+                    self._num_starts += 1
+                    if self._num_starts > 1 + RESTARTS_MAX:
+                        member.is_done = True
+                        return
+                member.is_running = True
+                member.call = member.actor.run.remote(member.num_ended, rank, head.address)
+
+    def _end_calls(self, *, timeout_s: float | None) -> bool:
+        """Waits for the end of a call; whether a machine is to run again, after a pause."""
+        members = {member.call: member for member in self._members if member.call is not None}
+        if not members:
+            return False
+        ray.wait(list(members), timeout=timeout_s)
+        ended, _ = ray.wait(list(members), num_returns=len(members), timeout=0)
+        pauses = [self._on_end(members[call]) for call in ended]
+        return any(pauses)
+
+    def _on_end(self, member: Member) -> bool:
+        """Notes what a call has returned; whether the machine is to run again, after a pause."""
+        call, member.call = member.call, None
+        try:
+            result = ray.get(call)
+        except ray.exceptions.RayError as error:
+            # The actor may live all the same: `place` says whether its run goes on.
+            if member.node_id or not isinstance(error, ray.exceptions.RayActorError):
+                print(f"Ray has lost an actor: {error}", flush=True)
+            code = None
+        else:
+            if not member.node_id:
+                member.node_id, member.address, member.is_running = result
+                return False
+            code = int(result)
+            member.num_ended += 1
+            member.is_running = False
+            member.is_done = not is_again(code)
+        if member is self._members[0]:
+            self._code = 3 if code is None else code
+        member.node_id = ""
+        return not member.is_done
+
+
 def main() -> int:
-    """Runs the job; returns the exit code of the machine with the head, the first one."""
+    """Runs the job; returns the exit code of the machine with the head."""
     ray.init()
-    group = placement_group([BUNDLE] * MIN_MACHINES, strategy="STRICT_SPREAD")
-    ray.get(group.ready())
-    machines = [start_machine(group, index) for index in range(MIN_MACHINES)]
-    num_more = MAX_MACHINES - MIN_MACHINES  # Each of these comes when Ray has it.
-    machines += [start_machine(placement_group([BUNDLE]), 0) for _ in range(num_more)]
-    head = address_of(machines[0])
-    running = {machine.run.remote(rank, head): rank for rank, machine in enumerate(machines)}
-    num_restarts = 0
-    while True:
-        [first], _ = ray.wait(list(running))
-        if is_again(code_of(first)):
-            # If the job ended unfinished, all others end now. One pause is for all of them: nobody
-            # waits for the head as long as a pause for each takes.
-            time.sleep(PAUSE_S)
-        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
-        # The head is started first.
-        for rank, code in sorted((running.pop(run), code_of(run)) for run in ended):
-            if rank == 0:
-                if not is_again(code) or num_restarts == RESTARTS_MAX:
-                    return 3 if code is None else code
-                num_restarts += 1
-                head = address_of(machines[0])
-            if is_again(code):
-                running[machines[rank].run.remote(rank, head)] = rank
+    return Job().run()
 
 
 if __name__ == "__main__":
