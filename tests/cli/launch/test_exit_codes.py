@@ -266,6 +266,53 @@ def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
         assert (ended, fakes.words("scontrol")) == (0 if num_requeues < 20 else 130, words)
 
 
+@pytest.mark.parametrize(
+    "ends",
+    [
+        # Memory is shortest while the job is saved.
+        "trap 'kill -KILL $$' TERM; ready; wait_told",
+        "trap 'exit 75' TERM; ready; wait_told",
+        # Slurm signals all processes, and this one cannot take it yet.
+        "trap 'kill -USR1 $$' TERM; ready; wait_told",
+        # The signal comes in the pause after a crash.
+        "exit 137",
+    ],
+)
+def test_slurm_queues_a_job_again_whose_head_was_killed_when_told_to_leave(
+    ends: str, fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """Nothing started it again, and the job ended for good. No pause is made then."""
+    words = 'ready() { touch "$FAKES/ready"; }; wait_told() { tail -f /dev/null & wait; }\n'
+    fakes.write("planaria", words + ends)
+    fakes.write("sleep", f"{words}ready; exec tail -f /dev/null")
+    script = subprocess.Popen(
+        ["bash", str(CLUSTERS / "cluster.sbatch")],
+        env={**fakes.environment, "NUM_MACHINES": "1"},
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    try:
+        wait_for((fakes.directory / "ready").exists, what="the head is started")
+        script.send_signal(signal.SIGUSR1)
+        ended = script.wait(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+
+    assert (ended, fakes.words("scontrol")) == (0, ["requeue 7"])
+
+
+def test_slurm_queues_a_job_again_whose_head_ends_again_and_again(
+    fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """Another machine may do; after 20 tries on this one the job ended for good."""
+    fakes.write("planaria", 'echo start >> "$FAKES/starts.0"; exit 75')
+    words = ["bash", str(CLUSTERS / "cluster.sbatch")]
+
+    assert run_script(fakes, words, tmp_path, NUM_MACHINES="1") == 0
+    assert (num_starts(fakes, 0), fakes.words("scontrol")) == (20, ["requeue 7"])
+
+
 def test_slurm_does_not_queue_a_job_again_that_srun_refuses(
     fakes: FakeScheduler, tmp_path: Path
 ) -> None:

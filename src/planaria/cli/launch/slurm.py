@@ -102,7 +102,10 @@ machine() {
         # 75: there was no head, or no process could be started. 128 and more: it was killed.
         case $code in
             130) break ;;
-            75 | 129 | 1[3-9]?) sleep "${restart_s:-10}" & child=$!; wait "$child" ;;
+            75 | 129 | 1[3-9]?)
+                sleep "${restart_s:-10}" & child=$!
+                [ -z "$is_leaving" ] || kill "$child"
+                wait "$child" ;;
             *) break ;;
         esac
     done
@@ -148,8 +151,9 @@ rm -f "$code_file" "$pid_file"
 case ${code:=lost} in
     0) exit 0 ;;  # The job is done.
     # It ended unfinished, or was stopped after a save: the time is over, or others need machines.
+    # 75, 129 and more: there was no time to start it again on its machine, or it did not help.
     # Slurm does not queue a job again that a user has cancelled.
-    3 | 130 | lost)
+    3 | 75 | 129 | 1[3-9]? | lost)
         echo "the head's machine ended with $code"
         may_queue_again && exec scontrol requeue "$SLURM_JOB_ID" ;;
 esac
