@@ -70,6 +70,25 @@ def test_slurm_acts_on_the_exit_code_of_the_head(
     assert not list(tmp_path.glob(".cluster-*"))
 
 
+@pytest.mark.parametrize(("num_requeues", "program"), [(0, "scontrol"), (20, "scancel")])
+def test_slurm_queues_no_other_task_of_an_array_again(
+    num_requeues: int, program: str, fakes: FakeScheduler, tmp_path: Path
+) -> None:
+    """One task has the number of the array, which Slurm takes for all its tasks.
+
+    The last machine sees that the first one is lost; then the head ends.
+    """
+    fakes.write("sinfo", "echo down")
+    fakes.write("scancel", 'echo "$*" >> "$FAKES/scancel.words"')
+    fakes.write("planaria", f'until [ -e "$FAKES/{program}.words" ]; do sleep 0.01; done; exit 3')
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5"}
+    array["SLURM_RESTART_COUNT"] = str(num_requeues)
+    run_script(fakes, ["bash", str(CLUSTERS / "cluster.sbatch")], tmp_path, watch_s="0.1", **array)
+
+    assert {*fakes.words(program)} == ({"requeue 7_5"} if program == "scontrol" else {"7_5"})
+    assert {*fakes.words("scontrol")} <= {"requeue 7_5"}
+
+
 @pytest.mark.parametrize(("code", "text"), [(code, other) for code, _, other in TABLE])
 @pytest.mark.parametrize("on", ["slurm", "ssh"])
 def test_a_machine_is_started_again_if_its_exit_code_asks_for_it(

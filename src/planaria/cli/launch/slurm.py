@@ -40,6 +40,9 @@ _SCRIPT: Final = AtTemplate("""\
 @{spare}export code_file=$PWD/.@{name}-$SLURM_JOB_ID.code  # Exit code of the machine with the head.
 export pid_file=${code_file%.code}.pid script=$$  # The process of its shell, and this one.
 rm -f "$code_file" "$pid_file"
+# This job. In an array the number of one task is that of the whole array, too.
+export job=$SLURM_JOB_ID
+[ -z "$SLURM_ARRAY_JOB_ID" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 
 # Waits for some seconds, without a process that would be left behind.
 pause() { read -rt "$1" <> <(:) || :; }
@@ -55,8 +58,8 @@ watch_first() {
             # One that was drained before is drained, never down; while it runs it is draining.
             # Another machine may have done so before: that this one fails then is nothing.
             down* | drained* | fail | 'fail*')
-                if may_queue_again; then scontrol requeue "$SLURM_JOB_ID"
-                else scancel "$SLURM_JOB_ID"; fi ;;
+                if may_queue_again; then scontrol requeue "$job"
+                else scancel "$job"; fi ;;
         esac
     done
 }
@@ -155,7 +158,7 @@ case ${code:=lost} in
     # Slurm does not queue a job again that a user has cancelled.
     3 | 75 | 129 | 1[3-9]? | lost)
         echo "the head's machine ended with $code"
-        may_queue_again && exec scontrol requeue "$SLURM_JOB_ID" ;;
+        may_queue_again && exec scontrol requeue "$job" ;;
 esac
 [ "$code" != lost ] || code=3
 exit "$code"

@@ -102,6 +102,15 @@ def test_slurm_is_asked_for_one_machine_like_those_of_the_job(scheduler: FakeSch
     assert "--jobs=7" in scheduler.words("squeue")[0]
 
 
+def test_slurm_is_asked_about_this_task_of_an_array(scheduler: FakeScheduler) -> None:
+    """One of them has the number of the array, of which Slurm shows all tasks."""
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    opened("slurm", **scheduler.environment, **array).ask_for_machine(LOST)
+
+    assert "--jobs=7_3" in scheduler.words("squeue")[0]
+    assert scheduler.words("scontrol") == ["--oneliner show job 7_3"]
+
+
 @pytest.mark.parametrize(("code", "ended"), [(0, 0), (2, 2), (3, 3), (EXIT_LEFT, 0)])
 def test_a_spare_machine_that_slurm_drains_ends_well(
     code: int, ended: int, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch

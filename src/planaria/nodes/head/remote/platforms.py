@@ -171,6 +171,7 @@ class SlurmPlatform:
             remedy = "there is no sbatch on this machine, which has the head; install it there"
             raise ConfigError(_OPTION, "slurm", remedy)
         self._job = environment
+        self._number = _slurm_number(environment)
         self._agent = (
             *(sys.executable, "-m", "planaria", "agent"),
             *("--join", ",".join(heads), "--notice", "slurm"),
@@ -256,7 +257,7 @@ class SlurmPlatform:
 
         Left out are features of which the job wants several machines each.
         """
-        words = ("scontrol", "--oneliner", "show", "job", self._job[_SLURM_JOB])
+        words = ("scontrol", "--oneliner", "show", "job", self._number)
         with contextlib.suppress(OSError):
             record = _output(words, self._environment, what="scontrol")
             features, tres = _SLURM_FEATURES.search(record), _SLURM_TRES.search(record)
@@ -266,7 +267,7 @@ class SlurmPlatform:
 
     def _time_left(self) -> str:
         """The time that this job may still take, as Slurm writes it; "": not known."""
-        words = ("squeue", "--noheader", f"--jobs={self._job[_SLURM_JOB]}", "--format=%L")
+        words = ("squeue", "--noheader", f"--jobs={self._number}", "--format=%L")
         with contextlib.suppress(OSError):
             return _output(words, self._environment, what="squeue").strip()
         return ""
@@ -277,6 +278,13 @@ class SlurmPlatform:
             self._is_closed, asked = True, tuple(self._asked)
         if asked:
             _output(("scancel", "--state=PENDING", *asked), self._environment, what="scancel")
+
+
+def _slurm_number(environment: Mapping[str, str]) -> str:
+    """The number of a job of Slurm, or of a task of an array, of which one has the array's own."""
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment[_SLURM_JOB]
 
 
 class KubernetesPlatform:
