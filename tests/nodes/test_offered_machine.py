@@ -84,6 +84,23 @@ async def test_a_machine_without_a_head_is_to_be_started_again_if_its_node_has_s
     assert await _code_without_head(tmp_path, monkeypatch, -9) == 75
 
 
+@runs
+async def test_a_machine_that_is_told_to_leave_without_a_head_has_not_left_in_peace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node saves what it holds. It ended with 0, as if the job needed it no more."""
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.join()
+        line.tell(made.request(0))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        await settle()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await wait_until(lambda: "node 0 leaves the job" in made.notes)
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+
+        assert await running == EXIT_UNFINISHED
+
+
 async def _code_without_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> int:
     """The exit code of a machine whose node ends with a status when there is no head any more."""
     monkeypatch.setattr(machine, "_RETRY_S", 0.0)

@@ -518,7 +518,7 @@ class _Machine:
         if self._over is None:
             self._spec.note(f"node {node} has ended")
         if self._leave_code is not None:
-            self._end_with(self._leave_code)
+            self._end_with(self._leave_code or (EXIT_UNFINISHED if self._has_saved else EXIT_DONE))
         elif self._offer is not None and self._over is None:
             self._start_task(self._is_fit(self._offer.job))
 
