@@ -168,6 +168,27 @@ def test_of_a_notice_is_told_what_is_left() -> None:
         assert [fact.after_s for fact in again] == [left_s, left_s]
 
 
+def test_a_notice_with_more_time_than_the_one_before_changes_nothing() -> None:
+    """The cloud gives 10 s; then a SIGTERM each second says the seconds that the job assumes."""
+    state = AgentState(node=NODE)
+    for after_s, now_s in ((10.0, 100.0), (30.0, 101.0), (30.0, 102.0)):
+        state = on_report(state, NoticeTaken(node=NODE, rank=2, after_s=after_s), now_s)
+    (again,) = repeated_reports(state, 103.0)
+
+    assert isinstance(again, NoticeTaken)
+    assert again.after_s == 7.0
+
+
+def test_a_later_notice_with_less_time_counts() -> None:
+    state = AgentState(node=NODE)
+    for after_s, now_s in ((120.0, 100.0), (10.0, 101.0)):
+        state = on_report(state, NoticeTaken(node=NODE, rank=2, after_s=after_s), now_s)
+    (again,) = repeated_reports(state, 103.0)
+
+    assert isinstance(again, NoticeTaken)
+    assert again.after_s == 8.0
+
+
 def test_an_epoch_makes_what_was_said_of_older_ones_worthless() -> None:
     """Answers and readiness; the end of a worker, to which this epoch is the answer. Reports
     may still tell of iterations that are settled."""

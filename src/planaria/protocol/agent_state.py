@@ -8,6 +8,7 @@ only the newest term and epoch, and ends its node when the node is no longer a m
 Source: docs/protocol.md, "Epochs fence" and "The coordinator".
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -55,8 +56,8 @@ class AgentState:
         epoch: the epoch that `abort` announces; -1: none.
         abort: the newest order to leave an epoch.
         facts: reports that a new coordinator needs, by kind, rank and iteration, oldest first.
-        noticed_s: time by the node's clock when the first notice came that the node will be taken
-            away; 0: none.
+        gone_s: earliest time by the node's clock at which a notice says that the node is gone;
+            infinity: there was none.
     """
 
     node: int
@@ -65,7 +66,7 @@ class AgentState:
     epoch: int = -1
     abort: Abort | None = None
     facts: Mapping[Key, Fact] = field(default_factory=dict)
-    noticed_s: float = 0.0
+    gone_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def on_report(state: AgentState, message: Fact, now_s: float) -> AgentState:
         case NoticeTaken() if message.reason:
             pass
         case NoticeTaken():
-            state = replace(state, noticed_s=state.noticed_s or now_s)
+            state = replace(state, gone_s=min(state.gone_s, now_s + message.after_s))
         case Corrupted() | NodeArrived() | PeerUnreachable():
             pass
     key = (type(message).__name__, message.rank, iteration)
@@ -113,9 +114,8 @@ def on_report(state: AgentState, message: Fact, now_s: float) -> AgentState:
 
 def repeated_reports(state: AgentState, now_s: float) -> tuple[Fact, ...]:
     """The reports to repeat to a coordinator on a new connection, oldest first."""
-    ago_s = now_s - state.noticed_s
     return tuple(
-        msgspec.structs.replace(fact, after_s=max(0.0, fact.after_s - ago_s))
+        msgspec.structs.replace(fact, after_s=max(0.0, state.gone_s - now_s))
         if isinstance(fact, NoticeTaken) and not fact.reason
         else fact
         for fact in state.facts.values()
