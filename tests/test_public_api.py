@@ -59,6 +59,7 @@ COMMANDS = {
         "--wait-nodes",
         "--token-file",
         "--operator",
+        "--advertise",
         "--tensorboard",
         "--wandb",
         "--set",

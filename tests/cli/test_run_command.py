@@ -316,7 +316,8 @@ def test_the_head_and_the_agent_get_the_options_that_are_theirs(
     assert ended.exit_code == 0, ended.output
     head, agent = (" ".join(commands[name][3:]) for name in ("head", "agent"))
     assert head.startswith("train --listen 127.0.0.1:29400 --nodes 1:1 ")
-    assert head.endswith(f" --token-file {token} --resume-if-saved --operator ./ask -- job.toml")
+    asks = "--operator ./ask --advertise 127.0.0.1:29400"
+    assert head.endswith(f" --token-file {token} --resume-if-saved {asks} -- job.toml")
     own = "--domain rack-1 --advertise node-1"
     assert agent == f"agent --join 127.0.0.1:29400 {own} --token-file {token}"
 

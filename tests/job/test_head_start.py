@@ -3,12 +3,18 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers.command import PACED, assert_mistake, command
+from helpers.left_runs import LISTENING, left_job
+from planaria.job import on_machines
+from planaria.job.on_machines import open_head
 from planaria.job.training_job import HEAD_PRELOAD
+from planaria.nodes.head.remote.platforms import LostMachine, Platform
 from planaria.transport.credentials import write_credentials
 
 RESTORER = Path(__file__).parents[2] / "src" / "planaria" / "restorer"
@@ -49,3 +55,33 @@ def test_a_head_refuses_a_job_that_cannot_be_planned_before_machines_are_told_it
 
     assert_mistake(result, "cluster.device_memory_bytes")
     assert "listening at" not in result.output
+
+
+class NoPlatform:
+    """A platform that nobody asks."""
+
+    def ask_for_machine(self, lost: LostMachine) -> str:
+        raise AssertionError(f"nothing is lost, and not {lost}")
+
+    def cancel_requests(self) -> None:
+        """Nothing was asked for."""
+
+
+def test_machines_that_are_asked_for_find_the_head_where_its_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own addresses come after that; behind NAT others reach none of them."""
+    known: list[str] = []
+
+    def note_heads(_: str, *, heads: Sequence[str], **__: str) -> Platform:
+        known.extend(heads)
+        return NoPlatform()
+
+    monkeypatch.setattr(on_machines, "open_platform", note_heads)
+    place = "head.example.com:29400"
+    listening = replace(LISTENING, operator="./ask", advertised=place)
+    job = left_job(tmp_path / "saves")
+    with open_head(job, listening, search_path=(), run="", note=lambda _: None) as head:
+        host, port = head.leader_sockets.address
+
+    assert known == [place, f"{host}:{port}"]

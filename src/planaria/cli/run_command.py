@@ -129,7 +129,7 @@ def run(
         *token,
         *(["--resume"] if resume else []),
         *(["--resume-if-saved"] if resume_if_saved else []),
-        *(["--operator", operator] if operator else []),
+        *(["--operator", operator, "--advertise", role.join] if operator else []),
     ]
     head = _train_arguments(job, role, report=report, state=state, settings=settings, more=more)
     raise typer.Exit(

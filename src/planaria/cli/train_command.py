@@ -32,6 +32,7 @@ from planaria.show.chrome_trace import chrome_trace
 from planaria.show.pictures.gantt import compared_figure
 from planaria.show.pictures.page import Format, is_picture, picture_format
 from planaria.show.trackers import TensorBoard, WandB
+from planaria.transport.acceptor import parse_address
 from planaria.transport.credentials import read_credentials, token_path
 
 State = Annotated[
@@ -97,6 +98,15 @@ Operator = Annotated[
         "command for the shell. Default: nobody.",
     ),
 ]
+Advertised = Annotated[
+    str,
+    typer.Option(
+        "--advertise",
+        metavar="HOST:PORT",
+        help="Where machines that --operator brings find the head.",
+        hidden=True,  # `planaria run` alone knows it.
+    ),
+]
 TensorBoardDirectory = Annotated[
     str,
     typer.Option(
@@ -135,14 +145,14 @@ def train(
     wait_nodes: WaitNodes = _WAIT_NODES_S,
     token_file: TokenFile = "",
     operator: Operator = "",
+    advertise: Advertised = "",
     tensorboard: TensorBoardDirectory = "",
     wandb: WandBProject = "",
     settings: Settings = None,
 ) -> None:
     """Trains a job on emulated nodes of this machine, or with --listen on other machines."""
-    overrides = [*(settings or ()), *_node_overrides(nodes, has_max=bool(listen))]
-    if devices_per_node is not None:
-        overrides.append(f"cluster.devices_per_node={devices_per_node}")
+    sizes = _node_overrides(nodes, devices_per_node, has_max=bool(listen))
+    overrides = [*(settings or ()), *sizes]
     check_writable("--report", report, job, timeline)
     check_writable("--timeline", timeline, job)
     picture = _picture_format(timeline)
@@ -155,7 +165,7 @@ def train(
     listening = _listening(
         listen, cluster, wait_nodes, token_file, operator, reattach=reattach, begins=begins
     )
-    listening = _with_faults(listening, cluster, injections)
+    listening = _with_faults(_with_address(listening, advertise), cluster, injections)
     display = ConsoleDisplay(Console(file=sys.stdout))
     try:
         result = loaded_job.run(
@@ -264,6 +274,16 @@ def _listening(
     )
 
 
+def _with_address(listening: Listening | None, advertise: str) -> Listening | None:
+    """How the head waits if machines that are asked for find it at an address of their own."""
+    if not advertise:
+        return listening
+    if listening is None:
+        raise ConfigError("--advertise", advertise, "it is of use only with --listen")
+    parse_address(advertise, field="--advertise")
+    return replace(listening, advertised=advertise)
+
+
 def _with_faults(
     listening: Listening | None, cluster: ClusterConfig, injections: Sequence[Injection]
 ) -> Listening | None:
@@ -292,24 +312,25 @@ def _with_faults(
     return replace(listening, nodes_max=nodes_max)
 
 
-def _node_overrides(nodes: str, *, has_max: bool) -> list[str]:
-    """The overrides that --nodes stands for.
+def _node_overrides(nodes: str, devices_per_node: int | None, *, has_max: bool) -> list[str]:
+    """The overrides that --nodes and --devices-per-node stand for.
 
     Args:
         has_max: whether MIN:MAX is allowed.
 
     Raises:
-        ConfigError: the option is no number, or no pair of numbers.
+        ConfigError: --nodes is no number, or no pair of numbers.
     """
+    devices = [] if devices_per_node is None else [f"cluster.devices_per_node={devices_per_node}"]
     if not nodes:
-        return []
+        return devices
     least, colon, most = nodes.partition(":")
     is_number = least.isdecimal() and (most.isdecimal() or not colon)
     if not is_number or (colon and (not has_max or int(most) < int(least))):
         bounds = "must be N, or MIN:MAX with MIN <= MAX"
         remedy = bounds if has_max else "write a number, or with --listen MIN:MAX"
         raise ConfigError("--nodes", nodes, remedy)
-    overrides = [f"cluster.nodes={int(least)}"]
+    overrides = [f"cluster.nodes={int(least)}", *devices]
     return [*overrides, f"cluster.max_nodes={int(most)}"] if colon else overrides
 
 

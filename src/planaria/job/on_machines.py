@@ -75,6 +75,7 @@ class Listening:
         may_begin: whether a job that is to resume begins anew if nothing is saved.
         operator: platform that is asked for machines in place of lost ones
             (nodes/head/remote/platforms.py); "": none is.
+        advertised: "HOST:PORT" at which those find the head; "": any address of its interfaces.
         token_file: path of the token file on machines that come for that; "": the default one.
     """
 
@@ -86,6 +87,7 @@ class Listening:
     reattaches: bool = False
     may_begin: bool = False
     operator: str = ""
+    advertised: str = ""
     token_file: str = ""
 
 
@@ -309,7 +311,8 @@ def _machine_operator(
     """Who asks for machines in place of lost ones; None: nobody does."""
     if not listening.operator:
         return None
-    heads = [address_text(each) for each in reachable_addresses(address)]
+    own = map(address_text, reachable_addresses(address))
+    heads = list(dict.fromkeys(filter(None, (listening.advertised, *own))))
     platform = open_platform(listening.operator, heads=heads, token_file=listening.token_file)
     return MachineOperator(platform, machines, note=note)
 

@@ -57,6 +57,14 @@ def test_no_command_is_a_mistake() -> None:
         opened(" ")
 
 
+@pytest.mark.parametrize("text", ["true", "slurm"])
+def test_a_head_that_no_machine_can_find_asks_for_none(text: str, scheduler: FakeScheduler) -> None:
+    """Its interfaces are loopback or down, and it listens at all of them: an error of the program
+    ended it."""
+    with pytest.raises(ConfigError, match=f"--operator = '{text}': .* --listen ADDR:PORT"):
+        open_platform(text, heads=(), token_file="", environment=scheduler.environment)
+
+
 # -- Slurm ----------------------------------------------------------------------------------------
 
 

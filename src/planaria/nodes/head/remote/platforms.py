@@ -122,14 +122,21 @@ def open_platform(
         account: directory with the service account of this pod.
 
     Raises:
-        ConfigError: this machine is not one of that platform, or lacks the platform's program.
+        ConfigError: this machine is not one of that platform, or lacks the platform's program. Or
+            no machine could find the head.
     """
-    if text == "slurm":
-        return SlurmPlatform(heads, token_file=token_file, environment=environment)
-    if text == "kubernetes":
+    if text == "kubernetes":  # Its pods know the head by the name of their service.
         return KubernetesPlatform(environment, account)
     if not text.strip():
         raise ConfigError(_OPTION, text, "must be slurm, kubernetes, or a command")
+    if not heads:
+        remedy = (
+            "no network interface of this machine has an address at which another one could find "
+            "the head; name one, or a name that others resolve: --listen ADDR:PORT"
+        )
+        raise ConfigError(_OPTION, text, remedy)
+    if text == "slurm":
+        return SlurmPlatform(heads, token_file=token_file, environment=environment)
     return CommandPlatform(text, head=heads[0], environment=environment)
 
 
