@@ -19,6 +19,7 @@ from helpers.fake_kubernetes import FakeKubernetes
 from helpers.hosts import Host, Hosts, Process
 
 _ACCOUNT: Final = "/run/secrets/kubernetes.io/serviceaccount"
+_FAILURES: Final = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 # Makes room for what pods find in /run and /etc, which no test may change for all.
 _MOUNT: Final = f"""\
 mount -t tmpfs none /run && mkdir -p {_ACCOUNT} && mount --bind "$1" {_ACCOUNT} &&
@@ -188,23 +189,23 @@ class KubernetesCluster:
             cwd=self._directory,
             env={
                 **self._environment,
-                **_pod_variables(container, pod_name, name, num_failures=self._failures[index]),
+                **_pod_variables(
+                    container,
+                    {
+                        "spec.nodeName": free[0].name,
+                        "metadata.name": pod_name,
+                        "metadata.labels['batch.kubernetes.io/job-name']": name,
+                        _FAILURES: str(self._failures[index]),
+                    },
+                ),
                 "JOB_COMPLETION_INDEX": str(index),
             },
         )
         self.pods[index] = Pod(pod_name, index, free[0], process)
 
 
-def _pod_variables(
-    container: Mapping[str, Any], pod: str, job: str, *, num_failures: int
-) -> dict[str, str]:
+def _pod_variables(container: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, str]:
     """The variables of a container, each of which names a field of its pod."""
-    count = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
-    fields = {
-        "metadata.name": pod,
-        "metadata.labels['batch.kubernetes.io/job-name']": job,
-        count: str(num_failures),
-    }
     return {
         each["name"]: fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         for each in container["env"]

@@ -58,7 +58,8 @@ def test_an_examination_takes_no_time_and_changes_no_limit() -> None:
 def test_the_facts_for_the_head_name_versions_and_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    for variable in ("SLURMD_NODENAME", "PLANARIA_KUBERNETES_NODE"):
+        monkeypatch.delenv(variable, raising=False)
     facts = facts_of_this_machine("10.0.0.1", "rack")
 
     assert (facts.host, facts.domain, facts.name) == ("10.0.0.1", "rack", socket.gethostname())
@@ -72,6 +73,15 @@ def test_a_machine_has_the_name_that_slurm_knows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
 
     assert facts_of_this_machine("10.0.0.1", "").name == "n7"
+
+
+def test_a_machine_has_the_name_that_kubernetes_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host name is that of its pod's index, which the next machine of that index has, too: it
+    got no node for as long as the one that it replaced had earned."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setenv("PLANARIA_KUBERNETES_NODE", "gpu-7")
+
+    assert facts_of_this_machine("10.0.0.1", "").name == "gpu-7"
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,7 @@ def versions_of_this_machine() -> dict[str, str]:
 def facts_of_this_machine(host: str, domain: str) -> MachineFacts:
     """The facts on this machine that its head needs; the driver of its devices may take long."""
     return MachineFacts(
-        # Slurm knows its machines by names of their own, which need not be the hosts'.
-        name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        name=_name(),
         host=host,
         domain=domain,
         processors=len(os.sched_getaffinity(0)),
@@ -83,6 +82,16 @@ def failed_examination(error: Exception, number: int, *, received_s: float) -> M
     return MachineExamined(
         checks=(check,), received_s=received_s, sent_s=time.time(), number=number
     )
+
+
+def _name() -> str:
+    """The name of this machine.
+
+    Slurm knows its machines by names of their own, which need not be the hosts'. In Kubernetes the
+    host name is that of the pod's index, which another machine may have next.
+    """
+    names = map(os.environ.get, ("SLURMD_NODENAME", "PLANARIA_KUBERNETES_NODE"))
+    return next(filter(None, names), socket.gethostname())
 
 
 # -- versions, processors, memory and devices -----------------------------------------------------

@@ -97,6 +97,15 @@ def test_the_job_of_kubernetes_is_indexed_and_finds_its_head_by_the_service() ->
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
+def test_a_pod_knows_the_machine_that_it_runs_on() -> None:
+    """Its host name is that of its index, whichever machine it gets."""
+    *_, job = yaml.safe_load_all((CLUSTERS / "cluster.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    fields = {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
+
+    assert fields["PLANARIA_KUBERNETES_NODE"] == "spec.nodeName"
+
+
 def test_options_of_kubernetes_are_in_the_manifest() -> None:
     options = ("--image", "planaria", "--namespace", "team", "--volume", "disk", "--name", "run-1")
     text = command(

@@ -173,6 +173,8 @@ metadata:
               valueFrom: {fieldRef: {fieldPath: metadata.name}}
             - name: PLANARIA_KUBERNETES_JOB
               valueFrom: {fieldRef: {fieldPath: "metadata.labels['batch.kubernetes.io/job-name']"}}
+            - name: PLANARIA_KUBERNETES_NODE  # What the job calls this machine.
+              valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
             - name: NUM_FAILURES  # Pods of this index before, those that count.
               valueFrom:
                 fieldRef:

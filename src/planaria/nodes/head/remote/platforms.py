@@ -75,7 +75,7 @@ class LostMachine:
     """A machine that the job has lost, or that is being taken away.
 
     Attributes:
-        name: its name in Slurm, else its host name.
+        name: its name in Slurm or Kubernetes, else its host name.
         host: address at which others reached it.
         is_leaving: whether it was told to leave, so that its scheduler knows of it already.
     """
