@@ -1,6 +1,7 @@
 """Waiting in tests that run on an event loop: for a condition, for what is ready, for events."""
 
 import asyncio
+import select
 from collections.abc import Callable
 
 from planaria.store.store import Event, Store
@@ -19,6 +20,11 @@ async def settle() -> None:
     """Lets every task go on until it waits for something that is not ready."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def is_readable(fd: int) -> bool:
+    """Whether a descriptor can be read without waiting."""
+    return bool(select.select([fd], [], [], 0)[0])
 
 
 async def first_events(store: Store, *, first_revision: int, num: int) -> list[Event]:

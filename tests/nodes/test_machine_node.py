@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import select
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +16,7 @@ import pytest
 from helpers.fake_fork_server import LOSS, NO_PID, FakeForkServer
 from helpers.heads import runs
 from helpers.offered_machines import node_spec
-from helpers.tasks import settle, wait_until
+from helpers.tasks import is_readable, settle, wait_until
 from planaria.core.job import JobConfig
 from planaria.nodes import forking, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
@@ -59,10 +58,6 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
     made = Machine(server)
     yield made
     await made.node.close()
-
-
-def is_readable(fd: int) -> bool:
-    return bool(select.select([fd], [], [], 0)[0])
 
 
 def has_happened(count: Callable[[], int], num_times: int) -> bool:
@@ -143,6 +138,26 @@ async def test_a_node_whose_head_was_replaced_saves_what_it_holds_before_it_ends
         assert not made.server.kills
         made.node.start(spec)
         assert not is_readable(head_lost_fd)  # The next node has another head.
+
+
+@runs
+async def test_a_node_that_has_given_its_head_up_saves_when_its_job_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had heard of no coordinator, and its machine of the end of the job: then it was killed."""
+    monkeypatch.setattr(machine_node, "_LEAVE_TIMEOUT_S", 0.0)
+    async with machine(monkeypatch) as made:
+        made.node.start(msgspec.structs.replace(SPEC, parts="run-000001-a1"))
+        await wait_until(lambda: made.server.targets == ["agent"])
+        await settle()
+        made.node.has_given_up = True
+        leaving = asyncio.create_task(made.node.leave())
+        await settle()
+        assert not leaving.done()
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+        await leaving
+
+        assert not made.server.kills
 
 
 @runs

@@ -17,7 +17,7 @@ from helpers.fake_fork_server import NO_PID
 from helpers.heads import head, runs
 from helpers.machine_lines import MachineLine, fake_head
 from helpers.offered_machines import OfferedMachine, node_spec, offered_machine
-from helpers.tasks import TIMEOUT_S, settle, wait_until
+from helpers.tasks import TIMEOUT_S, is_readable, settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.core.job import ClusterConfig, JobConfig
@@ -408,11 +408,7 @@ async def test_a_node_that_gives_its_head_up_for_another_leaves_the_machine_with
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _):
-        line = await made.join()
-        spec = msgspec.structs.replace(node_spec(JOB, 0), parts="run-000001-00")
-        line.tell(NodeRequested(spec))
-        await wait_until(lambda: "runs node 0" in made.notes)
-        await settle()
+        line = await _with_node(made, parts="run-000001-00")
         given_up_fd = made.server.fds[1]
         line.reset()
         line = await made.head.next_line()
@@ -423,6 +419,31 @@ async def test_a_node_that_gives_its_head_up_for_another_leaves_the_machine_with
         made.server.end(NO_PID + 1, STATUS_SAVED)
 
         await line.wait(MachineReady)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+@runs
+async def test_a_node_of_a_lost_run_saves_though_the_next_head_ends_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_heard: bool
+) -> None:
+    """It was killed after ten seconds, with the newest state, when that head was interrupted."""
+    monkeypatch.setattr(machine_node, "_LEAVE_TIMEOUT_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await _with_node(made, parts="run-000001-00")
+        line.reset()
+        line = await made.head.next_line()
+        line.tell(made.offer("another run"))
+        if is_heard:
+            await wait_until(lambda: is_readable(made.server.fds[2]))
+        line.tell(JobOver(is_done=False, text="the head ended the job"))
+        await line.wait_end()
+        await wait_until(lambda: is_readable(made.server.fds[2]))
+        await settle()
+
+        assert not made.server.kills
+        assert not running.done()
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+        assert await running == EXIT_UNFINISHED
 
 
 @runs
@@ -516,10 +537,10 @@ async def test_a_node_that_has_given_its_head_up_is_not_offered_to_the_next_one(
         assert not running.done()
 
 
-async def _with_node(made: OfferedMachine) -> MachineLine[FromMachine]:
-    """The connection of a machine that runs node 0."""
+async def _with_node(made: OfferedMachine, *, parts: str = "") -> MachineLine[FromMachine]:
+    """The connection of a machine that runs node 0, which can save if it has a place for parts."""
     line = await made.join()
-    line.tell(made.request(0))
+    line.tell(NodeRequested(msgspec.structs.replace(node_spec(JOB, 0), parts=parts)))
     await wait_until(lambda: "runs node 0" in made.notes)
     await settle()
     return line

@@ -62,7 +62,7 @@ from planaria.nodes.examination import (
     facts_of_this_machine,
     failed_examination,
 )
-from planaria.nodes.head.process_events import handle_signals, wait_until
+from planaria.nodes.head.process_events import handle_signals
 from planaria.nodes.health import EXAMINATION_S, health_problem
 from planaria.nodes.known_heads import KnownHeads, connection_problem, look_by_thread
 from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack_sources
@@ -86,7 +86,6 @@ EXIT_LEFT: Final = 76  # The source of notices says that this machine will be ta
 _CONNECT_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 0.5
 _CLOSE_TIMEOUT_S: Final = 2.0
-_LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
 _READ_BYTES: Final = 1 << 20
 _FRAME_BYTES_MAX: Final = 4 * SOURCES_BYTES_MAX  # The modules take 4/3 of their size, in base64.
 _decoder: msgspec.json.Decoder[ToMachine] = msgspec.json.Decoder(ToMachine)
@@ -324,6 +323,8 @@ class _Machine:
                 self._has_offer = True
                 self._heads.keep(self._head)
                 self._watch_head(message.job.cluster.lease_s)
+                if self._offer is not None and self._offer.run != message.run:
+                    self._offer = None  # No head hears how the node of another run ends.
                 if self._taking is not None:
                     self._taking.cancel()
                 self._taking = self._start_task(self._take_job(message))
@@ -365,9 +366,7 @@ class _Machine:
 
     async def _take_job(self, offer: JobOffered) -> None:
         """Gets ready for a job; keeps what is there if it is the run that this machine is in."""
-        is_same_run = self._offer is not None and self._offer.run == offer.run
-        if not is_same_run:
-            self._offer = None  # So that the head is not told how the node of another run ends.
+        if self._offer is None:
             self._ends.clear()
             self._end_preparing()
             await self._node.save_and_end()
@@ -551,8 +550,9 @@ class _Machine:
             self._left.set_result(code)
 
     async def _end(self, over: JobOver) -> int:
-        await wait_until(lambda: self._node.number < 0, timeout_s=_LEAVE_TIMEOUT_S)
-        await self._node.end()
+        if self._offer is None:  # Its node, if there is one, is of another run.
+            await self._node.save_and_end()
+        await self._node.leave()
         self._spec.note(over.text)
         return EXIT_DONE if over.is_done else EXIT_UNFINISHED
 

@@ -26,6 +26,7 @@ from planaria.nodes.head.process_events import kill_group, wait_until
 logger = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S: Final = 5.0
+_LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
 _NOTICE_PERIOD_S: Final = 1.0
 _LOOK_PERIOD_S: Final = 1.0  # Period in which it is looked whether a node can still be forked.
 _READ_BYTES: Final = 1 << 20
@@ -184,6 +185,14 @@ class MachineNode:
             os.eventfd_write(self._head_lost_fd, 1)
             await wait_until(lambda: not self._pid, timeout_s=_SAVE_TIMEOUT_S)
         await self.end()
+
+    async def leave(self) -> None:
+        """Waits for the end of the node once its job is over, and kills it if it takes too long.
+
+        A node that has given its head up may take its time to save what it holds.
+        """
+        await wait_until(lambda: self.number < 0 or self.has_given_up, timeout_s=_LEAVE_TIMEOUT_S)
+        await (self.save_and_end() if self.has_given_up else self.end())
 
     async def end(self) -> None:
         """Kills the node, if there is one, and waits for its end."""
