@@ -11,13 +11,20 @@ from planaria.coordinator.saves import VersionEvent
 from planaria.core.messages import SaveFailed
 from planaria.core.records import ToLauncher
 from planaria.nodes.head.publisher import MarkedRun, Publisher
+from planaria.nodes.head.remote.run_record import JournalHold
 
 
 class ToldPublisher:
     """A publisher, and what it says to whom."""
 
     def __init__(
-        self, directory: Path, *, keep: int = 1, run: str = "", head: HeadMark | None = None
+        self,
+        directory: Path,
+        *,
+        keep: int = 1,
+        run: str = "",
+        head: HeadMark | None = None,
+        hold: JournalHold | None = None,
     ) -> None:
         self.directory = directory
         self.tier = tier_of(str(directory))
@@ -28,7 +35,7 @@ class ToldPublisher:
             self.tier,
             fingerprint={"name": "job"},
             keep=keep,
-            run=MarkedRun(self.run, head) if self.run else None,
+            run=MarkedRun(self.run, head, hold) if self.run else None,
             queue=self.events.append,
             notify=self.notices.append,
         )

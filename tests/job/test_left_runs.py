@@ -238,7 +238,7 @@ def test_a_head_at_work_says_so_in_its_journal(tmp_path: Path) -> None:
         log = head.machines.node_log = NodeLog(directory)
 
         async def begin() -> None:
-            head.begin(lambda _: None, lambda: None)
+            head.begin(lambda _: None, lambda: None, on_taken=pytest.fail)
             await wait_until(lambda: record_age_s(directory) < TOUCH_PERIOD_S)
 
         runner.run(begin())

@@ -502,9 +502,14 @@ class Recorded(Message, frozen=True, kw_only=True):
 
 class Unrecorded(Message, frozen=True, kw_only=True):
     """The coordinator cannot record its decisions any more, or has ended because of that; no
-    coordinator may go on from the records."""
+    coordinator may go on from the records.
+
+    Attributes:
+        is_taken: whether another head has taken the records, and the run, up.
+    """
 
     reason: str
+    is_taken: bool = False
 
 
 class Rescue(msgspec.Struct, frozen=True, kw_only=True):

@@ -301,7 +301,7 @@ def open_head(
             with head:
                 yield head
         finally:
-            if head.keeps_run:
+            if head.keeps_run and not head.is_taken:
                 note(_kept_text(config.cluster.patience_s))
 
 

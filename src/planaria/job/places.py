@@ -34,19 +34,20 @@ def open_journal(
     *,
     state: str,
     note: Callable[[str], None],
+    holder: str = "",
     taken_up: str = "",
     keeps: Callable[[], bool] = bool,
 ) -> str:
     """The directory of the coordinator's journal, which is held until `held` is closed.
 
     Args:
-        taken_up, keeps: see `journal_place`.
+        holder, taken_up, keeps: see `journal_place`.
 
     Raises:
         ConfigError: it cannot be used, or the disk does not answer.
     """
     opened = context_with_time_limit(
-        places(config, state, note, taken_up=taken_up, keeps=keeps),
+        places(config, state, note, holder=holder, taken_up=taken_up, keeps=keeps),
         where=_where(config, state),
         timeout_s=config.checkpoint.timeout_s,
     )
@@ -146,6 +147,7 @@ def places(
     state: str,
     note: Callable[[str], None],
     *,
+    holder: str = "",
     taken_up: str = "",
     keeps: Callable[[], bool] = bool,
 ) -> Iterator[str]:
@@ -156,12 +158,16 @@ def places(
     """
     with (
         claim(config.checkpoint.directory, config.name, note=note),
-        journal_place(config, state, note=note, taken_up=taken_up, keeps=keeps) as journal,
+        journal_place(
+            config, state, note=note, holder=holder, taken_up=taken_up, keeps=keeps
+        ) as journal,
     ):
         yield journal
 
 
-def other_journal(held: ExitStack, config: JobConfig, journal: str, *, state: str) -> str:
+def other_journal(
+    held: ExitStack, config: JobConfig, journal: str, *, state: str, holder: str = ""
+) -> str:
     """Another directory for the coordinator's journal, which is held as long as the first.
 
     "" if the user named the first, if the first is not beside the saves, or if there is no other.
@@ -170,7 +176,7 @@ def other_journal(held: ExitStack, config: JobConfig, journal: str, *, state: st
         return ""
     # The launcher's loop waits meanwhile, so the timeout is short.
     timeout_s = min(LOOK_TIMEOUT_S, config.checkpoint.timeout_s)
-    place = other_journal_place(config, state)
+    place = other_journal_place(config, state, holder=holder or secrets.token_hex(8))
     other = context_with_time_limit(place, where="the user's state directory", timeout_s=timeout_s)
     try:
         return held.enter_context(other)

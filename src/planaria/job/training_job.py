@@ -398,24 +398,24 @@ class Job:
         head = held.enter_context(
             open_head(config, listening, search_path=path, run=run, note=note)
         )
-        parts = "" if left_run is None else left_run.record.parts
+        name, parts = head.name, "" if left_run is None else left_run.record.parts
         head.runner.run(check_no_other_head(config, listening.credentials, run=parts))
         running = ForkServer(HEAD_PRELOAD)
         held.callback(running.close)
         if left_run is not None and take_up(head, left_run, resume=resume, note=note):
             directory, keeps = str(left_run.directory), lambda: head.keeps_run
             journal = open_journal(
-                held, config, state=state, note=note, taken_up=directory, keeps=keeps
+                held, config, state=state, note=note, holder=name, taken_up=directory, keeps=keeps
             )
             record = left_run.record
             if text := kept_settings_text(config, record.job):
                 note(text)
             begin_kinds(head, record.job, record.prepared, {})
         else:
-            journal = open_journal(held, config, state=state, note=note)
+            journal = open_journal(held, config, state=state, note=note, holder=name)
             record = new_run(head, config, listening, display.show_step, resume=resume, note=note)
             write_run(Path(journal), record)
-        log = head.machines.node_log = NodeLog(Path(journal))
+        log = head.machines.node_log = NodeLog(Path(journal), holder=name)
         held.callback(log.close)
         head.run_place = record.parts
         machines = head.machines.reserve(range(record.job.cluster.nodes))
@@ -441,7 +441,8 @@ class Job:
 
 def _other_journal(held: ExitStack, begun: _Begun, state: str) -> str:
     """Another directory for the journal, with the records of the run; "": there is none."""
-    directory = other_journal(held, begun.config, begun.journal, state=state)
+    holder = "" if begun.head is None else begun.head.name
+    directory = other_journal(held, begun.config, begun.journal, state=state, holder=holder)
     if not directory or begun.head is None or begun.record is None:
         return directory
     try:
@@ -553,6 +554,7 @@ def _launch_spec(
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
         fingerprint=save_facts(config, known),
         directory=begun.journal,
+        holder="" if begun.head is None else begun.head.name,
         token=token,
         domains={node: facts.domain for node, facts in begun.machines.items() if facts.domain},
         speeds=dict(planned.plan.slow_nodes),

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.head.journal_place import journal_place
+from planaria.nodes.head.remote.run_record import HOLDER_FILE
 from planaria.nodes.head.request_socket import socket_directories
 
 
@@ -36,13 +38,40 @@ def test_a_journal_is_beside_the_saves_and_is_none_of_them(tmp_path: Path) -> No
 
     with journal_place(saving_to(str(saves)), "", note=notes.append) as found:
         assert found == str(saves / ".journal")
-        assert not list(Path(found).iterdir())
+        assert [path.name for path in Path(found).iterdir()] == [HOLDER_FILE]
         for name in ("archive", "journal"):
             (Path(found) / name).touch()
         assert tier_of(str(saves)).storage.entries("") == {}
 
     assert not list(saves.iterdir())
     assert not notes
+
+
+@pytest.mark.parametrize("is_taken_up", [False, True])
+def test_the_journal_of_a_head_that_has_taken_another_ones_place_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken_up: bool
+) -> None:
+    """The other one was cut off, and the disk that they share has no locks. At its end it removed
+    the journal of the job that went on. Nor does it reach that with a file that it has open."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    job = saving_to(str(tmp_path / "saves"))
+    with ExitStack() as first, ExitStack() as second:
+        found = Path(first.enter_context(journal_place(job, "", note=pytest.fail)))
+        written = first.enter_context((found / "journal").open("w"))
+        written.write("of both")
+        written.flush()
+        taken_up = str(found) if is_taken_up else ""
+        second.enter_context(journal_place(job, "", note=pytest.fail, taken_up=taken_up))
+        assert (found / "journal").exists() == is_taken_up
+        (found / "archive").touch()
+        written.write(", and more")
+        first.close()
+
+        if is_taken_up:
+            assert (found / "journal").read_text() == "of both"
+        assert (found / "archive").exists()
+        second.close()
+        assert not found.exists()
 
 
 def test_the_journal_of_saves_in_a_store_is_in_the_users_state_directory(

@@ -38,6 +38,7 @@ from planaria.nodes.head.leader import _Leader
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.publisher import Unfinished
 from planaria.nodes.head.remote.open_head import LocalSockets
+from planaria.nodes.head.remote.run_record import JournalHold
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.store.logbook import open_logbook
@@ -242,6 +243,47 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(
         assert not {Unrecorded, Ended}.intersection(kinds), kinds
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_coordinator_whose_run_another_head_has_taken_up_records_nothing(
+    tmp_path: Path, is_late: bool
+) -> None:
+    """Its records would be read by the other head's next coordinator. Nor does it go on without
+    records, as where a disk refuses them, and have nodes save and end."""
+    kinds: list[type] = []
+    first, second = (JournalHold(tmp_path / "journal", name) for name in ("first", "second"))
+    spec = msgspec.structs.replace(
+        leader_spec(tmp_path, token=TOKEN), directory=str(first.directory), holder=first.holder
+    )
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        lifeline, held = socket.socketpair()
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()[:2]
+        with closing(ours), closing(lifeline), closing(held):
+            leading = asyncio.create_task(
+                _Leader(spec).run(listener.detach(), theirs.detach(), lifeline.fileno())
+            )
+            if is_late:
+                await asyncio.to_thread(wait_told, ours, Leading, kinds)
+                second.take()
+                before = (second.directory / "journal").read_bytes()
+                agent = await asyncio.to_thread(connect_agent, address)  # It is to get a lease.
+            await asyncio.wait_for(leading, TIMEOUT_S)
+            if is_late:
+                agent.close()
+                assert (second.directory / "journal").read_bytes() == before
+            kinds.extend(messages_so_far(ours))
+
+    first.directory.mkdir()
+    (first if is_late else second).take()
+    asyncio.run(run())
+
+    assert Unrecorded in kinds
+    assert Ended not in kinds
+    assert (Leading in kinds) == is_late
 
 
 def test_as_many_agents_may_wait_for_the_next_coordinator_as_for_the_first(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from planaria.coordinator.commands import (
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, Warned
 from planaria.errors import CheckpointError
+from planaria.nodes.head.remote.run_record import HOLDER_FILE, JournalHold
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -53,6 +54,56 @@ def test_a_run_saves_nothing_any_more_once_a_newer_one_has_begun(tmp_path: Path)
     assert told.tier.storage.entries("2-0")  # They may be the newer run's.
     newer.publish(2)
     assert newer.events == [Published(2, 0), Pruned("1-0")]
+
+
+def test_a_head_whose_run_another_one_has_taken_up_writes_and_removes_nothing(
+    tmp_path: Path,
+) -> None:
+    """It was cut off, and lost all nodes. It wrote over the marks of that head, so that no node
+    saved anything when that one was lost; and where it listened itself, as if it went on."""
+    mark = HeadMark(addresses=(("10.0.0.1", 7320),))
+    holds = [JournalHold(tmp_path / "journal", name) for name in ("first", "second")]
+    first, second = (
+        ToldPublisher(tmp_path / "saves", run="run-000001-a1", head=mark, hold=hold)
+        for hold in holds
+    )
+    holds[0].directory.mkdir()
+    holds[0].take()
+    assert first.publisher.mark_epoch(0, (0, 1))
+    holds[1].take()
+    assert first.run is not None
+    first.run.write_head(there := HeadMark(addresses=(("10.0.0.2", 7320),)))
+    assert not first.publisher.mark_epoch(1, ())
+    first.publish(2)
+    first.publisher.prune(frozenset())
+    first.publisher.discard(2, 0)
+    first.publisher.publish_start(0)
+
+    assert [epoch.nodes for epoch in first.run.marks()] == [(0, 1)]
+    assert first.run.head() == there
+    (failed,) = first.events
+    assert isinstance(failed, SaveFailed)
+    assert failed.reason == "another head has taken this run up, and saves for it"
+    assert first.tier.storage.entries("2-0")  # They may be the other head's.
+    assert second.publisher.mark_epoch(1, (1,))
+    second.publish(2)
+    assert second.events == [Published(2, 0)]
+
+
+def test_a_head_that_cannot_read_whose_run_it_is_publishes_and_marks_no_epoch(
+    tmp_path: Path,
+) -> None:
+    """The disk of the journal refuses, and that must cost no save; who begins an epoch then may be
+    another head."""
+    hold = JournalHold(tmp_path / "journal", "first")
+    told = ToldPublisher(tmp_path / "saves", run="run-000001-a1", hold=hold)
+    (hold.directory / HOLDER_FILE).mkdir(parents=True)  # It cannot be read as a file.
+    told.publish(2)
+
+    assert told.events == [Published(2, 0)]
+    assert not told.publisher.mark_epoch(0, (0, 1))
+    assert told.run is not None
+    assert told.run.marks() == ()
 
 
 def test_a_head_writes_where_it_listens_once_an_epoch_of_its_run_is_marked(

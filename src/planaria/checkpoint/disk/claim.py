@@ -1,11 +1,13 @@
 """Keeps a directory of saves to one job at a time: a job's launcher claims it while the job runs.
 
-    {directory}/.job.lock       locked by the launcher; its text names the job
+    {directory}/.job.lock       locked by the launcher; its text names the job and the claim
 
 The kernel releases the lock (flock) when the process ends, however that ends, so a job that was
 killed can be resumed at once. Nodes and the coordinator of a job claim nothing: they start after
 their launcher, wherever they run, and end with it. When the job ends, the file is removed, and so
-are directories that were made for it if nothing was saved there. A save is complete only by a hard
+are directories that were made for it if nothing was saved there. Where locks do not keep other
+machines out, a job whose machine was cut off may end after another one has claimed the directory:
+the file stays then. A save is complete only by a hard
 link (storage.py), so a file system without them is refused.
 
 An object store has no lock that is released when its holder dies, so a URL is not claimed;
@@ -14,6 +16,7 @@ docs/ASSUMPTIONS.md says what two jobs do to each other there.
 
 import fcntl
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -52,8 +55,10 @@ def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None
         cleanup.callback(_remove_empty, missing)
         descriptor = _lock_file(directory, note)
         cleanup.callback(os.close, descriptor)
-        cleanup.callback(_remove_file, directory)
-        _write_holder(descriptor, job)
+        holder = f"job {job!r} (process {os.getpid()} on {socket.gethostname()})"
+        text = f"{holder}\n{secrets.token_hex(8)}\n".encode()
+        cleanup.callback(_remove_file, directory, text)
+        _write_text(descriptor, text)
         _check_links(directory)
         yield
 
@@ -96,7 +101,8 @@ def _lock_file(directory: Path, note: Callable[[str], None]) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
+            text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
+            holder = text.partition("\n")[0].strip()
             os.close(descriptor)
             remedy = f"{holder or 'another job'} saves there; wait until it has ended, or name "
             raise _mistake(directory, remedy + "another directory") from error
@@ -126,11 +132,10 @@ def _has_name(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _write_holder(descriptor: int, job: str) -> None:
-    text = f"job {job!r} (process {os.getpid()} on {socket.gethostname()})\n"
+def _write_text(descriptor: int, text: bytes) -> None:
     with suppress(OSError):  # A save on a full disk fails later, with a message of its own.
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
+        os.pwrite(descriptor, text, 0)
 
 
 def _check_links(directory: Path) -> None:
@@ -152,9 +157,11 @@ def _check_links(directory: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-def _remove_file(directory: Path) -> None:
+def _remove_file(directory: Path, text: bytes) -> None:
+    """Removes the lock file if it has the text of this claim, or none since the disk was full."""
     with suppress(OSError):
-        (directory / _FILE).unlink(missing_ok=True)
+        if (directory / _FILE).read_bytes() in (text, b""):
+            (directory / _FILE).unlink(missing_ok=True)
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

@@ -4,10 +4,11 @@
     {state}/{job}-{machine}-{random}/   otherwise: in `--state`, or the user's state directory
 
 A run begins with an empty journal, so that it never takes a record of an earlier run for its own,
-and removes the journal at its end. What a killed launcher has left there is removed by the next run
-of the job; if it is not beside the saves, only by a run on the same machine, because machines may
-share a home directory without sharing its locks. Nor is it removed by a run with other saves while
-nodes may look for the head that is to take up their run by it.
+and removes the journal at its end, unless another run has taken the directory meanwhile
+(`JournalHold`). What a killed launcher has left there is removed by the next run of the job; if it
+is not beside the saves, only by a run on the same machine, because machines may share a home
+directory without sharing its locks. Nor is it removed by a run with other saves while nodes may
+look for the head that is to take up their run by it.
 """
 
 import contextlib
@@ -24,7 +25,14 @@ from planaria.checkpoint.disk.claim import is_claimed
 from planaria.checkpoint.disk.storage import absolute_path, is_same_place, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
-from planaria.nodes.head.remote.run_record import has_nodes, may_have_nodes, read_run
+from planaria.nodes.head.remote.run_record import (
+    HOLDER_FILE,
+    JournalHold,
+    has_nodes,
+    may_have_nodes,
+    read_run,
+    replace_file,
+)
 from planaria.nodes.head.user_files import plain_name, state_directory
 
 _DIRECTORY_NAME: Final = (
@@ -41,6 +49,7 @@ def journal_place(
     state: str,
     *,
     note: Callable[[str], None],
+    holder: str = "",
     taken_up: str = "",
     keeps: Callable[[], bool] = bool,
 ) -> Iterator[str]:
@@ -49,6 +58,8 @@ def journal_place(
     For the claim see checkpoint/disk/claim.py.
 
     Args:
+        holder: random name of the head, by which it knows whether the directory is still its own;
+            "": any.
         taken_up: directory with the journal of a run that is to go on; "": a new run begins.
         keeps: says, at the end, whether that journal is to stay, because its run does not go on.
         state: parent directory that the user wants; "": the usual places.
@@ -57,28 +68,30 @@ def journal_place(
     Raises:
         ConfigError: the directory cannot be written to.
     """
-    saves = config.checkpoint.directory
+    saves, holder = config.checkpoint.directory, holder or secrets.token_hex(8)
     with ExitStack() as stack:
         if taken_up:
-            yield str(stack.enter_context(_left_directory(Path(taken_up), keeps)))
+            hold = JournalHold(Path(taken_up), holder)
+            yield str(stack.enter_context(_left_directory(hold, keeps)))
             return
         if not state and not is_url(saves):
             try:
-                directory = stack.enter_context(_journal_directory(Path(saves) / _DIRECTORY_NAME))
+                hold = JournalHold(Path(saves) / _DIRECTORY_NAME, holder)
+                directory = stack.enter_context(_journal_directory(hold))
             except OSError as error:
                 note(f"the coordinator's journal is not kept in {saves}: {_error_text(error)}")
             else:
                 yield str(directory)
                 return
-        yield stack.enter_context(other_journal_place(config, state))
+        yield stack.enter_context(other_journal_place(config, state, holder=holder))
 
 
 @contextmanager
-def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
+def other_journal_place(config: JobConfig, state: str, *, holder: str) -> Iterator[str]:
     """A directory, not beside the saves, for the journal of a run.
 
     Args:
-        state: see `journal_place`.
+        state, holder: see `journal_place`.
 
     Raises:
         ConfigError: the directory cannot be written to.
@@ -86,7 +99,7 @@ def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
     parent = _user_state(state)
     with ExitStack() as stack:
         try:
-            directory = stack.enter_context(_new_directory(parent, config))
+            directory = stack.enter_context(_new_directory(parent, config, holder))
         except OSError as error:
             remedy = (
                 f"{_error_text(error)}; name a writable directory for the coordinator's journal"
@@ -107,7 +120,7 @@ def _user_state(state: str) -> Path:
 
 
 @contextmanager
-def _new_directory(parent: Path, config: JobConfig) -> Iterator[Path]:
+def _new_directory(parent: Path, config: JobConfig, holder: str) -> Iterator[Path]:
     """A new directory, locked while in use; removes unused directories of the same job."""
     name = f"{plain_name(config.name)}-{plain_name(socket.gethostname())}"
     directory = parent / f"{name}-{secrets.token_hex(4)}"
@@ -117,29 +130,31 @@ def _new_directory(parent: Path, config: JobConfig) -> Iterator[Path]:
         with _directory_lock(parent):
             for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}"):
                 _remove_unused(other, saves=config.checkpoint.directory)
-            stack.enter_context(_journal_directory(directory))
+            stack.enter_context(_journal_directory(JournalHold(directory, holder)))
             stack.enter_context(_directory_lock(directory))
         yield directory
 
 
 @contextmanager
-def _journal_directory(directory: Path) -> Iterator[Path]:
-    """The same directory, made and emptied for a journal; removed at the end.
+def _journal_directory(hold: JournalHold) -> Iterator[Path]:
+    """The directory of a hold, made and emptied for a journal; removed at the end if still held.
 
     Raises:
         OSError: no journal can be kept there.
     """
     try:
-        _empty(directory)
-        _check_writable(directory)
-        yield directory
+        hold.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        hold.take()
+        _empty(hold.directory)
+        _check_writable(hold.directory)
+        yield hold.directory
     finally:
-        _remove(directory)
+        _remove_held(hold)
 
 
 @contextmanager
-def _left_directory(directory: Path, keeps: Callable[[], bool]) -> Iterator[Path]:
-    """The same directory, with the journal that a killed launcher has left there.
+def _left_directory(hold: JournalHold, keeps: Callable[[], bool]) -> Iterator[Path]:
+    """The directory of a hold, with the journal that a head before this one has left there.
 
     Args:
         keeps: says, at the end, whether the journal is to stay.
@@ -147,10 +162,13 @@ def _left_directory(directory: Path, keeps: Callable[[], bool]) -> Iterator[Path
     Raises:
         ConfigError: it is in use, or no journal can be kept there any more.
     """
+    directory = hold.directory
     with ExitStack() as stack:
         try:
             stack.enter_context(_directory_lock(directory, fcntl.LOCK_NB))
             _check_writable(directory)
+            hold.take()
+            _renew_journal(directory)
         except BlockingIOError as error:
             raise ConfigError("--state", str(directory), "another head uses it") from error
         except OSError as error:
@@ -159,7 +177,14 @@ def _left_directory(directory: Path, keeps: Callable[[], bool]) -> Iterator[Path
             yield directory
         finally:
             if not keeps():
-                _remove(directory)
+                _remove_held(hold)
+
+
+def _renew_journal(directory: Path) -> None:
+    """Makes the journal a new file: the head before may live, and have the old one open."""
+    journal = directory / "journal"
+    if journal.exists():
+        replace_file(journal, journal.read_bytes())
 
 
 def left_directories(config: JobConfig, state: str) -> tuple[Path, ...]:
@@ -195,7 +220,6 @@ def is_in_use(directory: Path) -> bool:
 
 def _check_writable(directory: Path) -> None:
     """Raises an OSError if no file can be written, synced and locked in the directory."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     probe = directory / _PROBE
     try:
         with probe.open("wb") as file:
@@ -217,7 +241,16 @@ def _remove(directory: Path) -> None:
     """Removes the journal, and the directory if nothing else is in it."""
     with contextlib.suppress(OSError):
         _empty(directory)
+        for path in directory.glob(f"{HOLDER_FILE}*"):
+            path.unlink(missing_ok=True)
         directory.rmdir()
+
+
+def _remove_held(hold: JournalHold) -> None:
+    """Removes the journal as `_remove` does, unless another head has taken the directory."""
+    with contextlib.suppress(OSError):
+        if not hold.is_lost():
+            _remove(hold.directory)
 
 
 def _remove_unused(directory: Path, *, saves: str) -> None:

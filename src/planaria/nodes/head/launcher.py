@@ -182,6 +182,7 @@ class Launcher:
                 pass_on=self._pass_to_observer,
                 on_error=self._save_and_raise,
                 other_journal=other_journal,
+                on_taken=self._on_taken,
             ),
         )
 
@@ -200,8 +201,9 @@ class Launcher:
             acts = (self._on_interrupt, self._on_leave_signal)
             with handle_signals(loop, acts[0], on_leave_signal=acts[1]):
                 ended = run_in_thread(loop, self._run())
-        for text in discard(self._tier, sorted(self._unsaved), run=self._node_spec.parts):
-            self._warn(text)
+        if self._head is None or not self._head.keeps_run:
+            for text in discard(self._tier, sorted(self._unsaved), run=self._node_spec.parts):
+                self._warn(text)
         if self.error is not None:
             logger.warning(
                 "the job has ended, %s; %s", ended.reason, newest_checkpoint_text(self._tier)
@@ -267,7 +269,7 @@ class Launcher:
         else:
             if self._injections:
                 self._head.serve_probes(self._injector.accept)
-            self._head.begin(self._on_node_end, self._join_machines)
+            self._head.begin(self._on_node_end, self._join_machines, on_taken=self._on_taken)
         self._leaders.set_faults(
             coordinator_places(self._injections),
             heeds=self._injector.keeps_connections,
@@ -401,6 +403,12 @@ class Launcher:
                 self._unsaved.add((message.iteration, message.epoch))
         self._operator.on_coordinator_message(message)
         self._pass_to_observer(message)
+
+    def _on_taken(self) -> None:
+        """Handles that another head has taken the run up: its nodes and records are that one's."""
+        assert self._head is not None
+        self._head.is_taken = self._head.keeps_run = True
+        self._end("another head has taken this run up, and goes on with its nodes")
 
     def _on_leader_restart(self, lost_s: float, now_s: float) -> None:
         if self.error is None:

@@ -9,9 +9,10 @@ What is done with records and facts, and which agents are admitted, is in coordi
 Events are handled one at a time, in the order of their arrival.
 
 If the disk refuses a record, the coordinator reports that, goes on in memory, and makes the job
-save and stop at its next commit. If a coordinator cannot go on from the records, the launcher
-starts one that only saves (`Rescue`). That one has no plans and no policy, goes on from the newest
-records that the launcher knows, and asks the agents what they hold, as after any loss.
+save and stop at its next commit. If another head has taken the run up, it records nothing more,
+and ends. If a coordinator cannot go on from the records, the launcher starts one that only saves
+(`Rescue`). That one has no plans and no policy, goes on from the newest records that the launcher
+knows, and asks the agents what they hold, as after any loss.
 
 Source: docs/protocol.md, "The outcome" and "The coordinator".
 """
@@ -62,6 +63,7 @@ from planaria.nodes.head.journal import Flusher, open_store
 from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
 from planaria.nodes.head.publisher import MarkedRun, Publisher, PublisherThread, Unfinished
 from planaria.nodes.head.remote.open_head import BACKLOG, take_sockets
+from planaria.nodes.head.remote.run_record import JournalHold
 from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
@@ -132,6 +134,8 @@ class _Leader:
         self._node_key = derive(spec.token, NODES)
         self._has_progressed = asyncio.Event()
         self._marked: tuple[int, tuple[int, ...]] = (-1, ())  # The epoch that was marked last.
+        self._hold = JournalHold(Path(spec.directory), spec.holder) if spec.holder else None
+        self._is_taken = False  # Whether another head has taken the run up.
         timeout_s = spec.job.checkpoint.timeout_s
         removal_timeout_s = min(_REMOVAL_TIMEOUT_S, timeout_s)
         self._patience_s = {"timeout_s": timeout_s, "removal_timeout_s": removal_timeout_s}
@@ -165,7 +169,12 @@ class _Leader:
 
     @contextlib.asynccontextmanager
     async def _open_store(self) -> AsyncIterator[EmbeddedStore]:
-        """The journaled store, or one in memory for a coordinator that only saves."""
+        """The journaled store, or one in memory for a coordinator that only saves.
+
+        Raises:
+            StoreError: the journal cannot be used, or another head has taken the run up.
+        """
+        self._check_hold()
         if self._spec.rescue is not None:
             yield EmbeddedStore(Flusher(), now_s=self._lease_now_s)
             return
@@ -176,21 +185,42 @@ class _Leader:
             timeout_s=self._spec.job.checkpoint.timeout_s,
             on_refusal=self._on_disk_refusal,
             note=lambda text: self.notify(Warned(text=text)),
-            before_write=self._disk.wait_passed,
+            before_write=self._before_record,
         )
         async with opened_store as store:
             yield store
+
+    def _before_record(self) -> None:
+        """Is called before each write of records, in the thread that writes."""
+        self._disk.wait_passed()
+        self._check_hold()
+
+    def _check_hold(self) -> None:
+        """Raises a StoreError if another head has taken the run up.
+
+        Not if the disk refuses to say: then it refuses the records, too.
+        """
+        with contextlib.suppress(OSError):
+            if self._hold is not None and self._hold.is_lost():
+                self._is_taken = True
+                raise StoreError("another head has taken this run up")
 
     def _lease_now_s(self) -> float:
         return self._contact.lease_now_s
 
     async def _on_disk_refusal(self, error: StoreError) -> None:
-        """Tells the launcher that the disk keeps no records any more, then makes the job end."""
+        """Tells the launcher that the disk keeps no records any more, then makes the job end.
+
+        Raises:
+            StoreError: another head has the records now, so that nothing is decided here any more.
+        """
+        if self._is_taken:
+            raise error
         await self._report_unrecorded(error)
         self.queue(MustEnd(_reason(error)))
 
     async def _report_unrecorded(self, error: StoreError) -> None:
-        self.notify(Unrecorded(reason=_reason(error)))
+        self.notify(Unrecorded(reason=_reason(error), is_taken=self._is_taken))
         with contextlib.suppress(ConnectionError):
             await self._launcher.drain()
 
@@ -465,7 +495,7 @@ class _Leader:
         head = HeadMark(addresses=addresses) if addresses else None
         publisher = Publisher(
             tier,
-            run=MarkedRun(RunPlace(tier.storage, parts), head) if parts else None,
+            run=MarkedRun(RunPlace(tier.storage, parts), head, self._hold) if parts else None,
             fingerprint=self._spec.fingerprint,
             keep=checkpoint.keep,
             queue=lambda event: _call(loop, lambda: self.queue(event)),

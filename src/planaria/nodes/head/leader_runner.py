@@ -65,6 +65,7 @@ class LeaderCallbacks:
         on_error: called with what this process raises here; returns whether the live state is to be
             saved, after it has called `save_and_end`.
         other_journal: returns another directory for the journal, or "" if there is none.
+        on_taken: called when another head has taken the run up; it ends the job here.
     """
 
     on_connect: Callable[[], None]
@@ -75,6 +76,7 @@ class LeaderCallbacks:
     pass_on: Callable[[ToLauncher], None]
     on_error: Callable[[Exception], bool]
     other_journal: Callable[[], str]
+    on_taken: Callable[[], None]
 
 
 class LeaderRunner:
@@ -283,6 +285,9 @@ class LeaderRunner:
                         if message.members is not None:
                             self._callbacks.on_members(message.members)
                         continue
+                    case Unrecorded(is_taken=True):
+                        self._callbacks.on_taken()
+                        return
                     case Unrecorded() if not self._has_led:
                         self._move_journal(message.reason)
                         return

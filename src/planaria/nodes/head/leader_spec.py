@@ -39,6 +39,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         source: version of the disk tier from which the job begins; "": it begins without a save.
         fingerprint: description of the job to write into each checkpoint.
         directory: directory of the journal.
+        holder: random name of the head, which has taken that directory; "": no other head can.
         patience_s: seconds in which nodes look for a head that they have lost; 0: all are on this
             machine.
         parts: directory of the run at the place of saves, in which epochs are marked for nodes that
@@ -67,6 +68,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, Any]
     directory: str
     token: bytes
+    holder: str = ""
     patience_s: float = 0.0
     parts: str = ""
     addresses: tuple[Address, ...] = ()

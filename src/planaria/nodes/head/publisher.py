@@ -23,6 +23,7 @@ from planaria.checkpoint.disk.parts import (
     remove_runs,
 )
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
+from planaria.checkpoint.disk.time_limits import LOOK_TIMEOUT_S, answer_in_time
 from planaria.coordinator.commands import (
     Discard,
     Pruned,
@@ -35,6 +36,7 @@ from planaria.coordinator.saves import SLOW_S, VersionEvent
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError, UnreadableError, UnwritableError
+from planaria.nodes.head.remote.run_record import JournalHold
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,12 @@ class MarkedRun:
     Attributes:
         place: directory of the run.
         head: addresses at which the head listens; None: nobody looks for it.
+        hold: hold of this head on the run's journal; None: no other head can take the run up.
     """
 
     place: RunPlace
     head: HeadMark | None = None
+    hold: JournalHold | None = None
 
 
 class Publisher:
@@ -87,6 +91,7 @@ class Publisher:
         self._run = None if run is None else run.place
         self._head = None if run is None else run.head
         self._run_name = "" if run is None else run.place.name
+        self._hold = None if run is None else run.hold
         self._queue = queue
         self._notify = notify
 
@@ -120,7 +125,7 @@ class Publisher:
     def publish(
         self, command: Publish, *, tries_again: Callable[[CheckpointError], bool] = lambda _: False
     ) -> bool:
-        """Creates the manifest of a save; False if that fails, or if a newer run saves there.
+        """Creates the manifest of a save; False if that fails, or if another head saves there.
 
         The coordinator before this one may have created it already, right before it ended.
 
@@ -160,12 +165,34 @@ class Publisher:
                 f"a newer run of this job saves in {self._tier.storage.where('')} ({newer}); "
                 "this one has nothing to save there any more: stop it, or the newer one"
             )
+        try:
+            self._check_hold()
+        except UnreadableError as error:  # The journal's disk must not cost a save.
+            logger.warning("%s", error)
         self._tier.publish(manifest)
+
+    def _check_hold(self) -> None:
+        """Raises an error if another head has taken the run up, since its saves are there now.
+
+        Raises:
+            CheckpointError: it has; an UnreadableError: that is not known.
+        """
+        if self._hold is None:
+            return
+        directory = str(self._hold.directory)
+        try:
+            is_lost = answer_in_time(self._hold.is_lost, where=directory, timeout_s=LOOK_TIMEOUT_S)
+        except (MemoryError, OSError) as error:
+            raise UnreadableError(
+                f"whose journal is in {directory} is not known: {error}"
+            ) from error
+        if is_lost:
+            raise CheckpointError("another head has taken this run up, and saves for it")
 
     def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> bool:
         """Marks an epoch's members for nodes that lose their head (docs/protocol.md, P1).
 
-        False if the disk refuses.
+        False if the disk refuses, or if another head has taken the run up, and marks its epochs.
 
         After it, where the head listens is written; another head may have written there meanwhile,
         while this one was cut off.
@@ -173,6 +200,7 @@ class Publisher:
         if self._run is None:
             return True
         try:
+            self._check_hold()
             self._run.write_mark(EpochMark(epoch=epoch, nodes=nodes, job=dict(self._fingerprint)))
             if self._head is not None:
                 self._run.write_head(self._head)
@@ -191,6 +219,7 @@ class Publisher:
         """
         refusals = []
         try:
+            self._check_hold()
             for source in self._tier.each_pruned(self._keep, unused=unused):
                 self._queue(Pruned(source))
         except CheckpointError as error:
@@ -204,10 +233,11 @@ class Publisher:
             self._notify(Warned(text=f"old checkpoints stay: {refusals[0]}"))
 
     def discard(self, iteration: int, epoch: int) -> None:
-        """Removes the files of a failed save, unless a newer run may have a save of that name."""
+        """Removes the files of a failed save, unless another head may have a save of that name."""
         try:
             if newer_run(self._tier.storage, self._run_name):
                 return
+            self._check_hold()
             self._tier.discard(iteration, epoch)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
@@ -248,6 +278,7 @@ class Publisher:
         """
         manifest = Manifest(iteration=0, epoch=epoch, job=self._fingerprint, layers=())
         try:
+            self._check_hold()
             # If there is a save that cannot be read now, a resumed job must not silently restart.
             if all(version.reason == UNPUBLISHED for version in self._tier.each_version()):
                 self._tier.publish(manifest)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -15,15 +16,16 @@ from helpers.recorder_messages import running
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.kinds import Ending
 from planaria.core.machine_messages import JobOver
-from planaria.core.records import Ended, Leading, Unrecorded
+from planaria.core.records import Ended, Leading, ToLauncher, Unrecorded
 from planaria.core.specs import NodeSpec
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head import job_processes, leader_runner
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_runner import RESTARTS_MAX
 from planaria.nodes.head.process_events import restore_handlers
-from planaria.nodes.head.remote import machines
+from planaria.nodes.head.remote import machines, open_head
 from planaria.nodes.head.remote.open_head import OpenHead
+from planaria.nodes.head.remote.run_record import JournalHold, NodeLog
 
 
 def test_machines_of_a_run_that_is_kept_are_told_nothing(tmp_path: Path) -> None:
@@ -167,6 +169,37 @@ def test_a_run_whose_records_nobody_can_read_is_kept(
         assert not runner.run(is_told_the_end(line))
         assert len(job.lines) == (1 if says else RESTARTS_MAX + 1)
         assert all(line.spec.rescue is None for line in job.lines)
+        job.server.close()
+
+
+LOST = Ended(ending=Ending.LOST, reason="nobody came", failure=None, nodes=(), epoch=3)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [Unrecorded(reason="another head", is_taken=True), LOST, None],
+    ids=["its coordinator says so", "it has lost its nodes", "it goes on"],
+)
+def test_a_head_whose_run_another_one_has_taken_up_ends_and_leaves_it_alone(
+    last: ToLauncher | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off, and trained before. It told the machines that came to it by mistake that the
+    job is over, and they killed nodes that trained with the other head."""
+    if last is None:  # Else it may have no time to see that by itself.
+        monkeypatch.setattr(open_head, "TOUCH_PERIOD_S", 0.01)
+    first, second = (JournalHold(tmp_path, name) for name in ("first", "second"))
+    first.take()
+    with open_left_head(tmp_path) as (head, runner):
+        says = (Leading(term=2, now_s=0.0), running(0.0), second.take)
+        job = TakenUp(head, tmp_path, *says, *((last,) if last else ()))
+        with closing(NodeLog(tmp_path, holder=first.holder)) as head.machines.node_log, head:
+            line = runner.run(come_back(head.leader_sockets.address))
+            ended = job.run()
+
+            assert head.keeps_run
+            assert head.is_taken
+        assert not runner.run(is_told_the_end(line))
+        assert ended.ending == Ending.LOST
         job.server.close()
 
 

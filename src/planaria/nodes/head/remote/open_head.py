@@ -7,6 +7,7 @@ that port, passes their sockets on to the coordinator's process (`PassedSockets`
 
 import asyncio
 import contextlib
+import secrets
 import socket
 from collections.abc import Callable
 from types import TracebackType
@@ -33,6 +34,7 @@ from planaria.transport.acceptor import Acceptor, Purpose
 from planaria.transport.sockets import Address
 
 BACKLOG: Final = 1024
+_LOOK_TIMEOUT_S: Final = 5.0  # Maximum wait, at the end, for the disk of the journal.
 
 
 class LocalSockets:
@@ -112,8 +114,11 @@ class OpenHead:
 
     Attributes:
         is_taken_up: whether nodes of the run live on, so that the launcher starts none at first.
+        name: random name of this head.
         keeps_run: whether nodes of a head before this one may live with which this one has not gone
-            on yet. They and their journal are left as they are if this head ends.
+            on yet, or another head has taken the run up. They and their journal are left as they
+            are if this head ends.
+        is_taken: whether another head has taken the run up.
         stops_early: whether the job itself has asked for its end, and is done then.
         run_place: name of the directory of a run in which nodes read where this head listens
             (checkpoint/disk/parts.py); "": in none yet.
@@ -133,7 +138,8 @@ class OpenHead:
     ) -> None:
         self.runner = runner
         self.operator = operator
-        self.is_taken_up = False
+        self.name = secrets.token_hex(8)
+        self.is_taken_up = self.is_taken = False
         self.keeps_run = keeps_run
         self.stops_early = False
         self.run_place = ""
@@ -177,22 +183,44 @@ class OpenHead:
         self.keeps_run = False
         self.machines.begin_run(run)
 
-    def begin(self, on_end: Callable[[AgentEnded], None], on_free: Callable[[], None]) -> None:
-        """Has the launcher told of ends of nodes, and of machines that are free."""
+    def begin(
+        self,
+        on_end: Callable[[AgentEnded], None],
+        on_free: Callable[[], None],
+        *,
+        on_taken: Callable[[], None],
+    ) -> None:
+        """Has the launcher told of ends of nodes, and of machines that are free.
+
+        Args:
+            on_taken: callback, called when another head has taken the run up.
+        """
         self.machines.on_end, self.machines.on_free = on_end, on_free
-        self._touching = asyncio.create_task(self._keep_touching())
+        self._touching = asyncio.create_task(self._keep_touching(on_taken))
         on_free()
 
     def serve_probes(self, accept: Callable[[socket.socket], None]) -> None:
         """Has the sockets of probes handed to a function; without it they are refused."""
         self._handlers[Purpose.PROBE] = accept
 
-    async def _keep_touching(self) -> None:
+    async def _keep_touching(self, on_taken: Callable[[], None]) -> None:
         """Notes again and again that this head runs; the disk may hang or refuse."""
         while (log := self.machines.node_log) is not None:
             with contextlib.suppress(OSError):
+                if await answer_of_thread(log.is_taken, name="journal"):
+                    on_taken()
+                    return
                 await answer_of_thread(log.touch, name="journal")
             await asyncio.sleep(TOUCH_PERIOD_S)
+
+    async def _look_for_successor(self) -> None:
+        """Notes whether another head has taken the run up, if the disk says so in time."""
+        if (log := self.machines.node_log) is None:
+            return
+        with contextlib.suppress(OSError):  # TimeoutError is an OSError.
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                if await answer_of_thread(log.is_taken, name="journal"):
+                    self.is_taken = self.keeps_run = True
 
     async def close(self, ended: asyncio.Future[Ended] | None) -> None:
         """Tells the machines how the job has ended, and closes the port. Idempotent.
@@ -201,6 +229,7 @@ class OpenHead:
         """
         if self._touching is not None:
             self._touching.cancel()
+        await self._look_for_successor()
         if self.keeps_run:
             await self.machines.close()
         else:

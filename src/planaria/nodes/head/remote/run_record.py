@@ -2,8 +2,9 @@
 
     journal.run      the job, what was found out about it, and what it began from
     journal.nodes    a number per line: each node that the head has asked a machine for
+    holder           the name of the head that has taken the directory last (`JournalHold`)
 
-A head that was killed leaves both, with the journal. A head that takes the run up
+A head that was killed leaves all, with the journal. A head that takes the run up
 (`planaria train --reattach`) knows by them which machines belong to it, and gives no number twice.
 While a head runs it sets the time of journal.nodes again and again (`NodeLog.touch`), so that the
 next one knows how long its nodes have been without one (`record_age_s`).
@@ -15,6 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 RUN_FILE: Final = "journal.run"
 _NODES_FILE: Final = "journal.nodes"
 _NOW_FILE: Final = "journal.now"
+HOLDER_FILE: Final = "holder"
 _WRITE_TIMEOUT_S: Final = 1.0  # A part of a lease, for which the head does nothing else.
 TOUCH_PERIOD_S: Final = 10.0
 LIVING_LEASES: Final = 2  # Time for nodes to notice that their head is lost, and to wait for it.
@@ -63,13 +66,8 @@ def write_run(directory: Path, record: RunRecord) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    path, new_path = directory / RUN_FILE, directory / f"{RUN_FILE}.new"
     try:
-        with open(new_path, "wb", opener=_open_private) as file:
-            file.write(msgspec.json.encode(record))
-            file.flush()
-            os.fsync(file.fileno())
-        new_path.replace(path)
+        replace_file(directory / RUN_FILE, msgspec.json.encode(record))
     except OSError as error:
         remedy = f"the record of the run cannot be written there ({error.strerror})"
         raise ConfigError("--state", str(directory), remedy) from error
@@ -133,11 +131,48 @@ def may_have_nodes(record: RunRecord, directory: Path) -> bool:
     return record_age_s(directory) < LIVING_LEASES * cluster.lease_s + cluster.patience_s
 
 
+@dataclass(frozen=True, slots=True)
+class JournalHold:
+    """The hold that a head has on the directory of its journal, until another head takes it.
+
+    A head that was cut off, or stood still, may go on after another one has taken its run up, and
+    not all file systems have locks that would keep either out. So each head writes its name when it
+    takes the directory, and reads the name before it does what cannot be undone.
+
+    Attributes:
+        holder: random name of the head.
+    """
+
+    directory: Path
+    holder: str
+
+    def take(self) -> None:
+        """Takes the directory from whichever head has it.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        replace_file(self.directory / HOLDER_FILE, self.holder.encode())
+
+    def is_lost(self) -> bool:
+        """Whether another head has taken the directory; not if that, or its holder, was removed.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        try:  # A client of NFS asks its server when it opens a file, and not for what it lists.
+            name = (self.directory / HOLDER_FILE).read_text(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return name != self.holder
+
+
 class NodeLog:
     """The numbers of the nodes that a head has started.
 
     Args:
         directory: directory of the journal.
+        holder: random name of the head; "": no other head can take the directory.
 
     Attributes:
         next_node: lowest number that no node has had.
@@ -146,8 +181,9 @@ class NodeLog:
         ConfigError: the file can be neither read nor made.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, holder: str = "") -> None:
         self._path = directory / _NODES_FILE
+        self._holder = holder
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             self._fd = os.open(self._path, flags, 0o600)
@@ -215,6 +251,14 @@ class NodeLog:
         self._waiting, self._writing = moved._waiting, moved._writing
         self._path, self._fd, self._start = moved._path, moved._fd, b""
 
+    def is_taken(self) -> bool:
+        """Whether another head has taken the directory, and with it the run.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        return bool(self._holder) and JournalHold(self._path.parent, self._holder).is_lost()
+
     def touch(self) -> None:
         """Notes that a head runs now; call it every TOUCH_PERIOD_S.
 
@@ -227,6 +271,20 @@ class NodeLog:
         """Closes the file, unless a write to it hangs."""
         if not self._writing.locked():
             os.close(self._fd)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file durably, whole or not at all; who has the one before it open keeps that.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    new_path = path.with_name(f"{path.name}.new")
+    with open(new_path, "wb", opener=_open_private) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new_path.replace(path)
 
 
 def _open_private(path: str, flags: int) -> int:
