@@ -3,11 +3,13 @@
 A job names functions of the user's ("module:function"). Their modules are looked for in the
 directories in which the job's processes look first: beside the job file, and in the current
 directory. What these modules import is followed, as far as it is found there; of a package all
-modules are taken. Modules that are installed must be installed on every machine.
+modules are taken, and a package need not have an `__init__.py`. Modules that are installed must be
+installed on every machine.
 """
 
 import ast
 import hashlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -47,6 +49,9 @@ def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceF
             continue
         seen.add(top)
         for directory, path in _files_of(top, directories):
+            name = path.relative_to(directory).as_posix()
+            if name in files:  # The same part of a package, from the directory before.
+                continue
             data = _read(path, field, module)
             num_bytes += len(data)
             if num_bytes > SOURCES_BYTES_MAX:
@@ -55,7 +60,6 @@ def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceF
                     "every machine, and leave only small ones beside the job"
                 )
                 raise ConfigError(field, module, remedy)
-            name = path.relative_to(directory).as_posix()
             digest = hashlib.sha256(data).hexdigest()
             files[name] = SourceFile(path=name, data=data, sha256=digest)
             waiting += [(field, imported) for imported in _imports(data)]
@@ -63,7 +67,11 @@ def user_sources(config: JobConfig, search_path: Sequence[str]) -> tuple[SourceF
 
 
 def _files_of(top: str, directories: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """The files of a top-level module, each with its directory; none if it is not found there."""
+    """The files of a top-level module, each with its directory; none if it is not found there.
+
+    As for Python, all directories of that name without an `__init__.py` are one package, unless
+    there is another module of that name.
+    """
     for directory in directories:
         package, module = directory / top, directory / f"{top}.py"
         if (package / "__init__.py").is_file():
@@ -72,6 +80,19 @@ def _files_of(top: str, directories: Sequence[Path]) -> Iterator[tuple[Path, Pat
         if module.is_file():
             yield directory, module
             return
+    parts = [directory for directory in directories if (directory / top).is_dir()]
+    if parts and top.isidentifier() and not _is_installed(top):
+        for directory in parts:
+            yield from ((directory, path) for path in sorted((directory / top).rglob("*.py")))
+
+
+def _is_installed(top: str) -> bool:
+    """Whether a top-level module comes with Python or from an installed package."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # It is that of this program (`__main__`).
+        return True
+    return spec is not None and spec.origin is not None  # Directories without a file have none.
 
 
 def _read(path: Path, field: str, module: str) -> bytes:
