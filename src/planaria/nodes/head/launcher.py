@@ -394,6 +394,7 @@ class Launcher:
                 self._drains.on_refusal(message.undrained, message.text)
                 self._drains.on_departure(message.left)
                 self._drains.on_loss(message.gone, message.text)
+                self._nodes.on_candidates_lost(message.gone)
             case Recovering() if message.kind is LossKind.LOST:
                 self._drains.on_loss(message.nodes, message.reason)
             case Changed():

@@ -53,6 +53,9 @@ class NodeHandles(Protocol):
     def on_members(self, members: Members) -> None:
         """Takes note of the members, and of all nodes that are out of the job for good."""
 
+    def on_candidates_lost(self, nodes: Collection[int]) -> None:
+        """Takes note of nodes that had waited to join and are lost."""
+
     def release(self, node: int) -> None:
         """Has the machine of a node that was drained and has ended leave, too."""
 
@@ -139,6 +142,9 @@ class LocalNodes:
 
     def on_members(self, members: Members) -> None:
         """Does nothing: a node is gone when its process is, and that is seen here."""
+
+    def on_candidates_lost(self, nodes: Collection[int]) -> None:
+        """Does nothing; see `on_members`."""
 
     def release(self, node: int) -> None:
         """See NodeHandles. There is nothing but the node."""

@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,8 +16,8 @@ from helpers.left_runs import come_back, is_told_the_end, open_left_head
 from helpers.recorder_messages import running
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.kinds import Ending
-from planaria.core.machine_messages import JobOver
-from planaria.core.records import Ended, Leading, ToLauncher, Unrecorded
+from planaria.core.machine_messages import JobOver, NodeDropped
+from planaria.core.records import Ended, Leading, ToLauncher, Unrecorded, Warned
 from planaria.core.specs import NodeSpec
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head import job_processes, leader_runner
@@ -75,7 +76,8 @@ class TakenUp:
         self.lines.append(line)
         for message in self._says:
             if callable(message):
-                message()
+                if (answer := message()) is not None:
+                    await answer
             else:
                 line.say(message)  # type: ignore[arg-type]
         if self._says:
@@ -224,3 +226,24 @@ def test_machines_of_a_job_that_has_had_enough_are_told_that_it_is_done(
 
     (over,) = [message for message in line.heard if isinstance(message, JobOver)]
     assert over.is_done == bool(reason)
+
+
+def test_a_machine_hears_that_its_node_which_waited_to_join_is_lost(tmp_path: Path) -> None:
+    """Only nodes that had been members were known to be out of the job, and others kept their
+    places."""
+    with open_left_head(tmp_path) as (head, runner), head:
+        head.machines._leave_s = 0.0
+        line = runner.run(come_back(head.leader_sockets.address))
+        job = TakenUp(
+            head,
+            tmp_path,
+            Leading(term=2, now_s=0.0),
+            running(0.0),
+            Warned(text="node 0 cannot join: its lease ran out", gone=(0,)),
+            partial(line.wait, NodeDropped),
+            Ended(ending=Ending.LOST, reason="", failure=None, nodes=(), epoch=3),
+        )
+        job.run()
+        job.server.close()
+
+    assert NodeDropped(0) in line.heard

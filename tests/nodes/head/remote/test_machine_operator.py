@@ -16,7 +16,7 @@ from helpers.recorder_messages import change_message
 from helpers.tasks import wait_until
 from planaria.core.kinds import ChangeKind
 from planaria.core.machine_messages import NodeEnded, NodeRequested, ToMachine
-from planaria.core.records import ToLauncher, Warned
+from planaria.core.records import Members, ToLauncher, Warned
 from planaria.nodes.head.remote import machine_operator
 from planaria.nodes.head.remote.machine_operator import MachineOperator
 from planaria.nodes.head.remote.platforms import LostMachine
@@ -103,6 +103,19 @@ async def test_a_machine_that_comes_back_is_not_asked_for(tmp_path: Path) -> Non
         await asyncio.sleep(5 * SOON_S)
 
         assert not platform.lost
+
+
+@runs
+async def test_another_machine_is_asked_for_if_a_lost_node_hangs_for_good(tmp_path: Path) -> None:
+    """Its machine counted as back, though it could take no other node."""
+    platform = Asked()
+    async with arriving_machines(tmp_path) as head:
+        await run_first_node(head)
+        head.machines.on_members(Members(epoch=1, term=0, nodes=(), gone=(0,)))
+        operator(head, platform).on_coordinator_message(gone(0))
+        await wait_until(lambda: bool(platform.lost))
+
+        assert [lost.name for lost in platform.lost] == ["first"]
 
 
 @runs

@@ -12,6 +12,7 @@ from planaria.coordinator.learning.slowness import known_slowness
 from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import ModelProfile
 from planaria.core.specs import Prepared, PrepareRequest
+from planaria.nodes.head.remote.machine_handle import MachineHandle
 
 Kind = tuple[str, int, tuple[str, ...], tuple[tuple[str, str], ...]]
 
@@ -69,9 +70,24 @@ class KindSpeeds:
                 what = f"{len(devices)} devices {devices[0]!r}"
             self._note(f"machines with {what} take {slowness:.2f} times as long")
 
-    def is_known(self, facts: MachineFacts) -> bool:
-        """Whether a machine need not measure: its kind has, or nobody does."""
-        return self.request is None or kind_of(facts) in self._speeds
+    async def problem(self, machine: MachineHandle) -> str:
+        """Has a machine measure if it is of a kind that has first come after the start.
+
+        Returns:
+            Why it cannot take part; "": it can.
+        """
+        if self.request is None or kind_of(machine.facts) in self._speeds:
+            return ""
+        try:
+            answer = await machine.prepare(self.request)
+        except TimeoutError as error:
+            return str(error)
+        if answer is None:
+            return ""  # Its connection is broken, and it has to come again.
+        if answer.prepared is None or answer.prepared.profile is None:
+            return f"it could not measure the job's layers: {answer.failure}"
+        self.add(kind_of(machine.facts), answer.prepared)
+        return ""
 
     def speed(self, facts: MachineFacts) -> float:
         """The speed of a machine relative to the job's profile; 1 if its kind has not measured."""

@@ -104,13 +104,16 @@ class MachineOperator:
                 return
 
     def _is_back(self, lost: LostMachine) -> bool:
-        """Whether a machine with that name and address can take a node, or runs one."""
+        """Whether a machine with that name and address can take a node, or runs one of the job."""
         return any(
             (machine.facts.name, machine.facts.host) == (lost.name, lost.host)
             and machine.is_ready
             and not machine.is_leaving
-            # One that has lost too many nodes gets none for an hour.
-            and (machine.node >= 0 or machine.may_run(time.monotonic()))
+            and (
+                # One that has lost too many nodes gets none for an hour.
+                machine.may_run(time.monotonic())
+                or (machine.node >= 0 and not self._machines.is_gone(machine.node))
+            )
             for machine in self._machines.connected
         )
 

@@ -61,6 +61,7 @@ from planaria.nodes.head.remote.machine_handle import (
     loopback_problem,
     name_again,
 )
+from planaria.nodes.head.remote.machine_places import MachinePlaces
 from planaria.nodes.head.remote.run_nodes import RunNodes, agent_ended
 from planaria.nodes.head.remote.run_record import NodeLog
 from planaria.transport.acceptor import Handshakes, Purpose
@@ -115,14 +116,17 @@ class Machines:
         self._offer = offer
         self.kinds = KindSpeeds(note)
         self.checks = checks
-        self._missing_s = arrival_s(offer.job.cluster.lease_s)
+        lease_s = offer.job.cluster.lease_s
+        self._missing_s = arrival_s(lease_s)
+        self._leave_s = lease_s + EXIT_TIMEOUT_S  # It looks for the coordinator in each lease.
         self.handshakes = Handshakes(credentials)
         self._refusals = RefusalLog(logger)
-        self._num_max = num_max
         self._note = note
         self._machines: dict[str, MachineHandle] = {}
         self._nodes = RunNodes()
-        self._reserved: dict[int, MachineHandle] = {}  # The machines of the first nodes.
+        self._places = MachinePlaces(
+            self._machines, self._nodes, num_max=num_max, missing_s=self._missing_s
+        )
         self._serving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._unfit_reason = ""
@@ -216,7 +220,7 @@ class Machines:
         for machine in self._machines.values():
             machine.is_ready, machine.node, machine.missing_node = False, -1, -1
             self._offer_job(machine)
-        self._reserved.clear()
+        self._places.begin()
         self._nodes.begin()
 
     async def prepare(self, request: PrepareRequest) -> dict[Kind, Prepared]:
@@ -283,43 +287,23 @@ class Machines:
     @property
     def has_room(self) -> bool:
         """Whether another node may be started, on a machine that is free."""
-        if self._is_stopped or not self._nodes.knows_members or not self._usable():
-            return False
-        return self._nodes.num_places(time.monotonic(), missing_s=self._missing_s) < self._num_max
-
-    def _usable(self) -> list[MachineHandle]:
-        """The machines on which a node may be started now, in the order of their arrival."""
-        now_s = time.monotonic()
-        return [machine for machine in self._machines.values() if machine.may_run(now_s)]
+        return not self._is_stopped and self._places.has_room(time.monotonic())
 
     def reserve(self, nodes: Sequence[int]) -> dict[int, MachineFacts]:
-        """Chooses the machines of the first nodes; returns what they have reported, by node.
-
-        Machines of one failure domain get neighbouring numbers, and so most pipelines lie within
-        one domain: the loss of a domain leaves others whole. Nodes that live have machines, and so
-        have those of a run that is taken up, though not all of them are back.
-        """
-        if self._nodes.knows_members:
-            free = sorted(self._usable(), key=lambda each: each.facts.domain)  # Stable.
-            self._reserved = dict(zip(nodes, free, strict=False))
-        machines = self._reserved | self._nodes.machines
-        return {node: machines[node].facts for node in nodes if node in machines}
+        """See MachinePlaces."""
+        return self._places.reserve(nodes, time.monotonic())
 
     def start(self, spec: NodeSpec, *, is_granted: bool) -> None:
         """See NodeHandles. If no machine is free, the node counts as ended at once."""
         del is_granted  # A machine that comes later is a new one by itself.
-        free = self._usable()
-        if not free:
+        machine = self._places.take(spec.node, time.monotonic())
+        if machine is None:
             machine = MachineHandle("", MachineFacts(name="", host=""))
             self._nodes.add(spec.node, machine)
             self._on_node_end(machine, NodeEnded(node=spec.node, status=0))
             return
         if self.node_log is not None:
             self.node_log.add(spec.node)
-        reserved = self._reserved.pop(spec.node, None)
-        machine = reserved if reserved in free else free[0]
-        machine.node = spec.node
-        self._nodes.add(spec.node, machine)
         spec = msgspec.structs.replace(
             spec,
             machine=machine.name,
@@ -341,13 +325,37 @@ class Machines:
 
     def open_places(self, num_nodes: int) -> None:
         """Lets so many more machines run nodes at once."""
-        self._num_max += num_nodes
+        self._places.num_max += num_nodes
         self._look_for_room()
 
     def on_members(self, members: Members) -> None:
         """See NodeHandles. Other machines may take the places of nodes that are gone."""
         self._nodes.add_members(members)
+        self._watch_leftovers()
         self._look_for_room()
+
+    def on_candidates_lost(self, nodes: Collection[int]) -> None:
+        """See NodeHandles. Other machines may take their places."""
+        self._nodes.gone.update(nodes)
+        self._watch_leftovers()
+        self._look_for_room()
+
+    def _watch_leftovers(self) -> None:
+        """Has each node killed that is out of the job and does not end by itself, as it hangs."""
+        for node in self._nodes.leftovers():
+            asyncio.get_running_loop().call_later(self._leave_s, self._drop_leftover, node)
+
+    def _drop_leftover(self, node: int) -> None:
+        if node not in self._nodes.leftovers():
+            return
+        if node not in self._nodes.dropped:
+            name = self._nodes.machines[node].name
+            self._note(f"node {node} on {name} is out of the job but does not end; it is killed")
+        self.drop(node)
+
+    def is_gone(self, node: int) -> bool:
+        """Whether a node is out of the job, though it may live."""
+        return node in self._nodes.gone
 
     def release(self, node: int) -> None:
         """See NodeHandles. The machine could run another node, which nobody wants."""
@@ -503,6 +511,7 @@ class Machines:
         machine.connect(writer, silent_s=self.job.cluster.lease_s)
         machine.has_code, machine.run = arrived.has_code, arrived.run
         self._offer_job(machine)
+        self._watch_leftovers()  # Nobody could have its node killed meanwhile.
         return machine
 
     def _offer_job(self, machine: MachineHandle) -> None:
@@ -548,9 +557,7 @@ class Machines:
         """Why a machine cannot take part, and what to do; "": it can."""
         problem = await self.checks.problem(machine.name, machine.facts, ready)
         problem = problem or self._address_problem(machine)
-        if not problem and not self.kinds.is_known(machine.facts):
-            problem = await self._measure(machine)
-        return problem
+        return problem or await self.kinds.problem(machine)
 
     def _address_problem(self, machine: MachineHandle) -> str:
         """Why a machine's address, or that of another one, cannot be used; "": all can.
@@ -568,24 +575,6 @@ class Machines:
                 if other.node >= 0 or not self.is_waiting:
                     return f"{other.name}, which is in the job, cannot work with it: {problem}"
                 self._turn_away(other, problem)
-        return ""
-
-    async def _measure(self, machine: MachineHandle) -> str:
-        """Has a machine of a kind that has come first after the start measure the job's layers.
-
-        Returns:
-            Why it cannot take part; "": it can.
-        """
-        assert self.kinds.request is not None
-        try:
-            answer = await machine.prepare(self.kinds.request)
-        except TimeoutError as error:
-            return str(error)
-        if answer is None:
-            return ""  # Its connection is broken, and it has to come again.
-        if answer.prepared is None or answer.prepared.profile is None:
-            return f"it could not measure the job's layers: {answer.failure}"
-        self.kinds.add(kind_of(machine.facts), answer.prepared)
         return ""
 
     def _turn_away(self, machine: MachineHandle, reason: str, *, is_final: bool = True) -> None:

@@ -48,6 +48,11 @@ class RunNodes:
         self.knows_members, self._members = True, frozenset(members.nodes)
         if not members.is_planned:
             self.gone |= {*members.gone}
+        self.gone -= self._members  # A new coordinator may take a node back that only waited.
+
+    def leftovers(self) -> list[int]:
+        """The nodes that are out of the job and whose ends are not known."""
+        return [node for node in self.live if node in self.gone]
 
     def num_places(self, now_s: float, *, missing_s: float) -> int:
         """The number of nodes that keep a place in the job, members that are not back yet included.
