@@ -31,6 +31,7 @@ from planaria.core.kinds import LEAVING, Ending, LossKind
 from planaria.core.messages import StopRequested
 from planaria.core.records import (
     AgentEnded,
+    AwaitingMachine,
     Changed,
     Ended,
     Members,
@@ -383,6 +384,8 @@ class Launcher:
     def _on_message(self, message: ToLauncher) -> None:
         """Handles a message of the coordinator."""
         self._standing = self._standing.after(message)
+        if self._head is not None and isinstance(message, AwaitingMachine | Running):
+            self._head.machines.note_shortage(is_short=isinstance(message, AwaitingMachine))
         match message:
             case Running() if not self._is_training:
                 self._is_training = True

@@ -123,6 +123,35 @@ async def test_a_machine_that_has_lost_too_many_nodes_gets_another_after_an_hour
 
 
 @runs
+async def test_a_machine_that_has_lost_too_many_nodes_gets_another_while_the_job_waits_for_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job waited in vain, and ended beside it. It gets one each ten seconds, and only where
+    no other machine can."""
+    now_s = 0.0
+    monkeypatch.setattr(machines, "time", SimpleNamespace(monotonic=lambda: now_s))
+    async with arriving_machines(tmp_path) as head:
+        line = await head.join()
+        for node in range(1 + REJOINS_MAX):
+            head.start(node)
+            line.tell(NodeEnded(node=node, status=1))
+            await wait_until(lambda num=node + 1: len(head.ends) == num)  # type: ignore[misc]
+        head.machines.note_shortage(is_short=True)
+        assert not head.machines.has_room
+        now_s = 11.0
+        assert head.machines.has_room
+        head.machines.note_shortage(is_short=False)
+        assert not head.machines.has_room
+        head.machines.note_shortage(is_short=True)
+        await head.join("other")
+        head.start(6)
+
+        assert "node 6 starts on other (127.0.0.1)" in head.notes
+        assert "m lost too many nodes and gets none for 10 s" in head.notes
+        assert "m lost too many nodes and gets none for 3589 s" in head.notes
+
+
+@runs
 async def test_a_machine_that_comes_back_before_its_connection_breaks_is_the_same_one(
     tmp_path: Path,
 ) -> None:

@@ -17,7 +17,7 @@ from helpers.recorder_messages import running
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.kinds import Ending
 from planaria.core.machine_messages import JobOver, NodeDropped
-from planaria.core.records import Ended, Leading, ToLauncher, Unrecorded, Warned
+from planaria.core.records import AwaitingMachine, Ended, Leading, ToLauncher, Unrecorded, Warned
 from planaria.core.specs import NodeSpec
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head import job_processes, leader_runner
@@ -52,11 +52,13 @@ class TakenUp:
 
     Attributes:
         lines: connections of its coordinators.
+        observer: what is told what they say.
     """
 
     def __init__(self, head: OpenHead, directory: Path, *says: object) -> None:
         self.lines: list[Line] = []
         self.server = FakeForkServer(self._lead)
+        self.observer = _Observer()
         self._says = says
         head.is_taken_up = True
         spec = leader_spec(directory)
@@ -66,7 +68,7 @@ class TakenUp:
         self.launcher = Launcher(
             LaunchSpec(node, spec),
             server=cast(ForkServer, self.server),
-            observer=_Observer(),
+            observer=self.observer,
             tier=tier_of(spec.job.checkpoint.directory),
             other_journal=lambda: str(directory),
             head=head,
@@ -247,3 +249,26 @@ def test_a_machine_hears_that_its_node_which_waited_to_join_is_lost(tmp_path: Pa
         job.server.close()
 
     assert NodeDropped(0) in line.heard
+
+
+def test_machines_hear_whether_the_job_waits_for_any_of_them(tmp_path: Path) -> None:
+    """Then those get a node again that have lost too many."""
+    is_short: list[bool] = []
+    with open_left_head(tmp_path) as (head, _), head:
+
+        def look() -> None:
+            is_short.append(head.machines._places.is_short)
+
+        job = TakenUp(
+            head,
+            tmp_path,
+            Leading(term=2, now_s=0.0),
+            AwaitingMachine(text="1 node is left", now_s=0.0),
+            running(0.0),
+            Ended(ending=Ending.LOST, reason="", failure=None, nodes=(), epoch=3),
+        )
+        job.observer.on_message = lambda *_: look()  # type: ignore[method-assign]
+        job.run()
+        job.server.close()
+
+    assert is_short == [False, True, False]

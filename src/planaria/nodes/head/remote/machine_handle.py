@@ -37,6 +37,9 @@ from planaria.transport.link_measurement import SECRET_BYTES
 from planaria.transport.sockets import break_when_silent
 
 REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
+# A machine that has lost more gets another after this all the same while the job cannot go on. The
+# pause is for one whose nodes end as soon as they start.
+_NEEDED_PAUSE_S: Final = 10.0
 ANSWER_TIMEOUT_S: Final = 15.0  # Time for an answer that needs no long work.
 # Time to import torch, build the model, read the data and measure every layer. The largest models
 # take minutes.
@@ -87,13 +90,14 @@ class MachineHandle:
         """Whether it can be asked for a node now."""
         return self.writer is not None and self.is_ready and not self.is_leaving and self.node < 0
 
-    def may_run(self, now_s: float) -> bool:
+    def may_run(self, now_s: float, *, is_needed: bool = False) -> bool:
         """Whether it is free, and has not lost too many nodes within an hour.
 
         Args:
             now_s: time by the clock of `ended_s`.
+            is_needed: see `pause_s`.
         """
-        return self.is_free and not self.pause_s(now_s)
+        return self.is_free and not self.pause_s(now_s, is_needed=is_needed)
 
     def on_node_end(self, node: int, now_s: float) -> None:
         """Notes the end of a node.
@@ -105,15 +109,19 @@ class MachineHandle:
         if self.node == node:
             self.node = -1
 
-    def pause_s(self, now_s: float) -> float:
+    def pause_s(self, now_s: float, *, is_needed: bool = False) -> float:
         """The seconds for which it gets no node; 0.0: it may have one.
 
         Args:
             now_s: see `may_run`.
+            is_needed: whether the job waits for any machine, because too few nodes are left.
         """
         if len(self.ended_s) <= REJOINS_MAX:
             return 0.0
-        return max(0.0, self.ended_s[0] + _HOUR_S - now_s)
+        end_s = self.ended_s[0] + _HOUR_S
+        if is_needed:
+            end_s = min(end_s, self.ended_s[-1] + _NEEDED_PAUSE_S)
+        return max(0.0, end_s - now_s)
 
     def is_missing(self, now_s: float, *, limit_s: float) -> bool:
         """Whether its connection has been broken for so long that its node may never have come."""

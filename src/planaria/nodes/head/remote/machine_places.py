@@ -18,6 +18,7 @@ class MachinePlaces:
 
     Attributes:
         num_max: see above.
+        is_short: whether the job waits for any machine, because too few nodes are left.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class MachinePlaces:
         missing_s: float,
     ) -> None:
         self.num_max = num_max
+        self.is_short = False
         self._machines, self._nodes = machines, nodes
         self._missing_s = missing_s
         self._reserved: dict[int, MachineHandle] = {}  # The machines of the first nodes.
@@ -40,8 +42,17 @@ class MachinePlaces:
         return self._nodes.num_places(now_s, missing_s=self._missing_s) < self.num_max
 
     def _usable(self, now_s: float) -> list[MachineHandle]:
-        """The machines on which a node may be started now, in the order of their arrival."""
-        return [machine for machine in self._machines.values() if machine.may_run(now_s)]
+        """The machines on which a node may be started now, in the order of their arrival.
+
+        Those come last that get one only because the job cannot go on without.
+        """
+        is_short = self.is_short
+        usable = [m for m in self._machines.values() if m.may_run(now_s, is_needed=is_short)]
+        return sorted(usable, key=lambda machine: not machine.may_run(now_s))  # Stable.
+
+    def pause_s(self, machine: MachineHandle, now_s: float) -> float:
+        """The seconds for which a machine gets no node, as it has lost too many; 0.0: it may."""
+        return machine.pause_s(now_s, is_needed=self.is_short)
 
     def begin(self) -> None:
         """Reserves no machine any more, because another run begins."""

@@ -328,6 +328,16 @@ class Machines:
         self._places.num_max += num_nodes
         self._look_for_room()
 
+    def note_shortage(self, *, is_short: bool) -> None:
+        """Notes whether the job waits for any machine, also one that has lost too many nodes."""
+        if is_short == self._places.is_short:
+            return
+        self._places.is_short = is_short
+        for machine in self._machines.values():
+            if machine.node < 0:
+                self._note_pause(machine)
+        self._look_for_room()
+
     def on_members(self, members: Members) -> None:
         """See NodeHandles. Other machines may take the places of nodes that are gone."""
         self._nodes.add_members(members)
@@ -425,7 +435,7 @@ class Machines:
 
     def _note_pause(self, machine: MachineHandle) -> None:
         """Tells that a machine gets no node for some time, and uses it afterwards."""
-        if pause_s := machine.pause_s(time.monotonic()):
+        if pause_s := self._places.pause_s(machine, time.monotonic()):
             self._note(f"{machine.name} lost too many nodes and gets none for {pause_s:.0f} s")
             asyncio.get_running_loop().call_later(pause_s + 0.1, self._look_for_room)
 
