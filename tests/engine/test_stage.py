@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -224,6 +225,45 @@ def test_dropout_depends_on_iteration_microbatch_and_layer_alone() -> None:
     assert not any(torch.equal(first, other) for other in others)
 
 
+def _user_stage(target: str, training: TrainingConfig, *, num_layers: int = 10) -> RankStage:
+    model = ModelConfig(kind="python", target=f"helpers.user_models:{target}")
+    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
+    stage = RankStage(split, training=training)
+    stage.hold(range(num_layers), states={}, age=0)
+    return stage
+
+
+def _sums_of_hops(*ends: int) -> list[torch.Tensor]:
+    """The gradient sums of a microbatch whose hops, up to these layers, are on different ranks."""
+    stage, generator = _user_stage("mixing", TRAINING), torch.Generator().manual_seed(0)
+    sources, outputs = [torch.randn(20, 8, generator=generator).requires_grad_()], []
+    for first, end in pairwise((0, *ends)):
+        output = stage.forward(first, end, sources[-1], iteration=0, microbatch=0)
+        outputs.append(output)
+        sources.append(output.detach().contiguous().requires_grad_())
+    gradient = torch.randn(20, 5, generator=generator)
+    for source, output in zip(reversed(sources[:-1]), reversed(outputs), strict=True):
+        output.backward(gradient)  # type: ignore[no-untyped-call]
+        assert source.grad is not None
+        gradient = source.grad.contiguous()
+    return [held.sums for held in stage.layers.values()]
+
+
+@pytest.mark.parametrize("ends", [(3, 6, 10), tuple(range(1, 11))], ids=str)
+def test_sums_do_not_depend_on_where_the_model_is_cut(ends: tuple[int, ...]) -> None:
+    """A bias gets other bits from a gradient with the strides of a transposed one."""
+    assert all(map(torch.equal, _sums_of_hops(10), _sums_of_hops(*ends)))
+
+
+def test_an_output_has_the_strides_of_one_that_was_sent() -> None:
+    """Also of a dimension with one entry, which torch takes for contiguous with any stride."""
+    stage = _user_stage("mixing", TRAINING)
+    stage.layers[0].module = nn.Identity()
+    output = stage.forward(0, 1, torch.ones(20, 1, 8).transpose(0, 1), iteration=0, microbatch=0)
+
+    assert output.stride() == (160, 8, 1)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_parameter_stays_as_it_is(dtype: Dtype) -> None:
     """Plain torch skips it; a step with gradient zero would still decay its weights."""
@@ -410,11 +450,7 @@ FAST = replace(TRAINING, deterministic=False)
 
 
 def _fast_stage(num_layers: int) -> RankStage:
-    model = ModelConfig(kind="python", target="helpers.user_models:factories")
-    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
-    stage = RankStage(split, training=FAST)
-    stage.hold(range(num_layers), states={}, age=0)
-    return stage
+    return _user_stage("factories", FAST, num_layers=num_layers)
 
 
 def _give_gradients(stage: RankStage, iteration: int) -> None:

@@ -105,6 +105,26 @@ def factories() -> list[object]:
     return [first, *[partial(_Residual, WIDTH)] * 8, last]
 
 
+class _Mixing(nn.Module):
+    """Mixes the rows of a microbatch of 20, so the gradient of its input is a transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(20)
+        self.linear = nn.Linear(20, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.linear(self.norm(x.t())).t()
+        return mixed
+
+
+def mixing() -> nn.Sequential:
+    """A classifier of ten layers, each of which has its input or its gradient transposed."""
+    pairs = [(nn.Linear(WIDTH, WIDTH), _Mixing()) for _ in range(4)]
+    blocks = [block for pair in pairs for block in pair]
+    return nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.Linear(WIDTH, 5))
+
+
 class _Points:
     """Random points with random classes; a sample is a function of its number."""
 

@@ -361,7 +361,7 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
         with note_samples(f"raised for samples {', '.join(map(str, samples[:_NUM_NAMED]))}"):
             pair = dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
         # As a loader would send it: the bits of some operators depend on the strides.
-        inputs, targets = tree_map(_row_major, pair)
+        inputs, targets = tree_map(row_major, pair)
         return inputs, targets
     pairs = [_sample(dataset, number, seed) for number in samples]
     is_causal = getattr(dataset, "objective", "") == "causal"
@@ -372,6 +372,19 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
         _stack_parts(inputs, samples, padding=0 if is_causal else None),
         _stack_parts(targets, samples, padding=IGNORED if is_causal else None),
     )
+
+
+def row_major(tensor: Tensor) -> Tensor:
+    """The values with the strides of a new tensor, also of dimensions with one entry.
+
+    It is the tensor itself if it has them.
+    """
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        expected *= max(1, size)
+    return tensor
 
 
 def _refuse_padding(inputs: Sequence[Any], numbers: np.ndarray) -> None:
@@ -437,11 +450,6 @@ def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Any, Any]:
 def _item(dataset: UserDataset, number: int, seed: int) -> Any:
     with note_samples(f"raised for sample {number}"):
         return dataset.item(number, seed=mix(seed, number))
-
-
-def _row_major(tensor: Tensor) -> Tensor:
-    """The values with the strides of a new tensor, also of dimensions with one entry."""
-    return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 def _stack_parts(values: Sequence[Any], numbers: np.ndarray, *, padding: int | None) -> Any:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from planaria.core.job import TrainingConfig
 from planaria.core.plan import Recomputation
 from planaria.core.samples import mix
+from planaria.data.batches import row_major
 from planaria.engine.devices import PROCESSOR, Device
 from planaria.engine.optimizer import (
     join_state,
@@ -39,15 +40,17 @@ from planaria.engine.optimizer import (
     load_optimizer_state,
     optimizer_factory,
     optimizer_state,
+    squared_norm,
+    squared_norm_of_rows,
     take_step,
 )
 from planaria.engine.recompute import forward_that_keeps
 from planaria.engine.staging import State, StateMirror, as_tensor
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel, TiedGroup
+from planaria.models.packing import is_packed
 from planaria.protocol.worker_state import HeldOutLosses
 
-_ROW = 1024  # Elements of a gradient whose squares are added in float32, in fast mode.
 _HELD_OUT = "held_out/losses"  # Name of `HeldOutLosses` in a layer's state.
 NOT_YET = -1  # Age of a layer without a valid state: not arrived yet, or its step did not finish.
 
@@ -191,9 +194,9 @@ class HeldLayer:
         """
         if self._sums_are_grad and self.gradients.is_cpu:
             tied = [self.tied_gradients[name] for name in names if name in self.tied_names]
-            squares = [_squared_norm_of_rows(flat) for flat in (self.gradients, *tied)]
+            squares = [squared_norm_of_rows(flat) for flat in (self.gradients, *tied)]
         else:
-            squares = [_squared_norm(self._gradient_views[name]) for name in names]
+            squares = [squared_norm(self._gradient_views[name]) for name in names]
         total = 0.0
         for square in torch.stack(squares).tolist() if squares else ():
             total += square  # Not `sum`, which some versions of Python round differently.
@@ -345,26 +348,6 @@ def _gradient_buffer(sums: Tensor) -> Tensor:
     return sums if sums.dtype is torch.float32 else torch.zeros_like(sums, dtype=torch.float32)
 
 
-def _squared_norm(gradient: Tensor) -> Tensor:
-    """The sum of squares in float64, a scalar."""
-    if gradient.is_cpu:
-        return gradient.double().pow_(2).sum()
-    # Accelerators have a kernel for it that takes no memory.
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    return norm.square()
-
-
-def _squared_norm_of_rows(gradient: Tensor) -> Tensor:
-    """The sum of squares, a scalar of float64; of `_ROW` elements at a time in float32.
-
-    It takes a fifth of the time of `_squared_norm`.
-    """
-    end = len(gradient) // _ROW * _ROW
-    parts = (gradient[:end].view(-1, _ROW), gradient[end:].view(1, -1))
-    norms = torch.cat([torch.linalg.vector_norm(part, dim=1) for part in parts])
-    return norms.double().square_().sum()
-
-
 def _add_gradient(sums: Tensor, parameter: Tensor) -> None:
     """Adds the gradient of a parameter to its sums, and drops it."""
     assert parameter.grad is not None
@@ -382,6 +365,19 @@ def _views(
         views[name] = flat[offset : offset + parameter.numel()].view(parameter.shape)
         offset += parameter.numel()
     return views
+
+
+def _as_if_sent(output: Tensor) -> Tensor:
+    """The output of a layer with the strides that it and its gradient have from another rank.
+
+    The bits of some operators depend on strides, and those within a rank on where the plan cuts.
+    """
+    if is_packed(output):  # Its parts have the strides of new tensors already.
+        return output
+    output = row_major(output)
+    if output.grad_fn is not None:  # Else it is a leaf: a parameter, or the hop's input.
+        output.register_hook(row_major)  # type: ignore[no-untyped-call]
+    return output
 
 
 class RankStage:
@@ -516,6 +512,8 @@ class RankStage:
             hidden = forward_that_keeps(
                 self._seeded_forward, module, hidden, seed, recomputation=self._recomputation(layer)
             )
+            if self.training.deterministic and layer + 1 < self.model.num_layers:
+                hidden = _as_if_sent(hidden)
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # No trained parameter is before it. What another rank gets requires a gradient, so
                 # this does as well: else the bits might depend on the plan.
