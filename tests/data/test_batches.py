@@ -317,3 +317,17 @@ def test_collated_targets_that_are_ignored_never_count(
         assert count == expected
         torch.testing.assert_close(cross_entropy_sum(scores, targets) / count, mean)
     assert held_out.num_targets(0) + held_out.num_targets(1) == expected
+
+
+@pytest.mark.parametrize("collate", [None, _rows])
+def test_bytes_are_targets_whatever_their_value(
+    collate: Callable[[list[Any]], Any] | None,
+) -> None:
+    """-100 as an unsigned byte is 156, which cross entropy takes for a class like any other."""
+    items = [(torch.zeros(256), torch.arange(256, dtype=torch.uint8))] * 4
+    dataset = UserDataset(items, "mine:data", "supervised", collate, len(items))
+    training = TrainingConfig(global_batch_size=4, microbatch_size=2)
+    held_out = HeldOut(dataset, training, num_samples=0)
+
+    assert Batches(dataset, training, iteration=0).num_targets() == 1024
+    assert held_out.num_targets(0) == held_out.num_targets(1) == 512

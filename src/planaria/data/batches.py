@@ -296,13 +296,13 @@ def _are_inputs(pair: tuple[Any, Any]) -> bool:
     inputs, targets = pair
     if not isinstance(inputs, Tensor) or inputs.shape != targets.shape:
         return False
-    return bool(((targets == inputs) | (targets == IGNORED)).all())
+    return bool(((targets == inputs) | ~_is_target(targets)).all())
 
 
 def _are_next(pair: tuple[Any, Any]) -> bool:
     """Whether each target is the input at the next place, as far as there is one."""
     following, targets = pair[0][..., 1:], pair[1][..., :-1]
-    return bool(((targets == following) | (targets == IGNORED)).all())
+    return bool(((targets == following) | ~_is_target(targets)).all())
 
 
 def _first_parts(dataset: Dataset, training: TrainingConfig) -> list[npt.NDArray[np.int64]]:
@@ -430,7 +430,7 @@ def num_targets(
     if first.is_floating_point() or first.dim() == 0:
         return len(samples) * first.numel()
     targets = (_sample(dataset, number, seed)[1] for number in samples)
-    return sum(int(torch.count_nonzero(some != IGNORED)) for some in targets)
+    return sum(int(torch.count_nonzero(_is_target(some))) for some in targets)
 
 
 def _num_in_batch(targets: Any, num_samples: int) -> int:
@@ -439,7 +439,14 @@ def _num_in_batch(targets: Any, num_samples: int) -> int:
         return num_samples
     if targets.is_floating_point():
         return targets.numel()
-    return int(torch.count_nonzero(targets != IGNORED))
+    return int(torch.count_nonzero(_is_target(targets)))
+
+
+def _is_target(targets: Tensor) -> Tensor:
+    """Whether each element is a target and not -100, which a type without a sign cannot hold."""
+    if not targets.dtype.is_signed:  # As a byte -100 would be 156.
+        return torch.ones_like(targets, dtype=torch.bool)
+    return targets != IGNORED
 
 
 def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Any, Any]:
