@@ -331,3 +331,42 @@ def test_bytes_are_targets_whatever_their_value(
 
     assert Batches(dataset, training, iteration=0).num_targets() == 1024
     assert held_out.num_targets(0) == held_out.num_targets(1) == 512
+
+
+def _batches_of(
+    targets: list[Tensor],
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+    seed: int = 0,
+) -> Batches:
+    items = [(torch.zeros(2), each) for each in targets]
+    dataset = UserDataset(items, "mine:data", "supervised", collate, len(items))
+    training = TrainingConfig(global_batch_size=len(items), microbatch_size=1, seed=seed)
+    return Batches(dataset, training, iteration=0)
+
+
+def test_float_targets_of_another_length_are_refused() -> None:
+    """The first sample of an iteration stands for all in the count by which a loss is divided, and
+    microbatches of one sample are never stacked. A collate function may give any lengths."""
+    targets = [torch.zeros(10 if n % 2 else 1000) for n in range(8)]
+    plain, collated = _batches_of(targets), _batches_of(targets, collate=_rows)
+    lengths = [plain.load(n)[1].numel() for n in range(8)]
+
+    assert plain.num_targets() == 8 * lengths[0]
+    for index, length in enumerate(lengths):
+        plain.inputs(index)
+        if length == lengths[0]:
+            assert plain.targets(index).numel() == length
+        else:
+            words = rf"has {length} elements, and sample \d has {lengths[0]}; .* data\.collate"
+            with pytest.raises(ConfigError, match=words):
+                plain.targets(index)
+    assert collated.num_targets() == sum(collated.targets(n).numel() for n in range(8)) == 4040
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sample_without_targets_may_be_among_rows_of_integers(seed: int) -> None:
+    """A list without numbers becomes a tensor of floats, whichever place it has."""
+    batches = _batches_of([torch.as_tensor(row) for row in ([], [1, 2], [3], [])], seed=seed)
+
+    assert batches.num_targets() == sum(batches.targets(n).numel() for n in range(4)) == 3

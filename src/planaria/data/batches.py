@@ -80,6 +80,7 @@ class Batches:
         """The targets of a microbatch, for its last hop; the microbatch is not kept after this."""
         targets = self._load(index)[1]
         del self._loaded[index]
+        self._refuse_other_lengths(targets, index)
         return targets
 
     def num_targets(self) -> int:
@@ -91,6 +92,23 @@ class Batches:
                 self._dataset, self._numbers, seed=self._seed, microbatch_size=self.microbatch_size
             )
         return self._num_targets
+
+    def _refuse_other_lengths(self, targets: Any, index: int) -> None:
+        """Refuses float targets that are not as long as the one by which all were counted."""
+        is_float = isinstance(targets, Tensor) and targets.is_floating_point()
+        if not is_float or _is_collated(self._dataset):
+            return
+        length, number, first = targets[0].numel(), self._samples(index)[0], self._numbers[0]
+        if length * len(self._numbers) == self.num_targets():
+            return
+        counted = _num_in_each(_sample(self._dataset, first, self._seed)[1])
+        if counted is not None:
+            remedy = (
+                f"float targets must have one length: sample {number} has {length} elements, and "
+                f"sample {first} has {counted}; cut or pad them, or name a function that makes a "
+                "microbatch of them as data.collate, whose targets are counted one by one"
+            )
+            raise ConfigError("data", sorted((length, counted)), remedy)
 
     @contextmanager
     def name_samples(self, index: int) -> Iterator[None]:
@@ -404,11 +422,11 @@ def num_targets(
 ) -> int:
     """Number of targets that some samples have, by which a mean loss over them is divided.
 
-    In float targets and single numbers every element counts, and all samples have the same shape;
-    in rows of integers, and in all integers of a collate function, every element but -100 counts;
-    in tuples and dicts, every sample. All samples are loaded only to count what may have -100, and
-    not if the dataset is a `TokenDataset`, whose samples have a known number of targets. That may
-    seed generators, see `keep_generators`.
+    In float targets and single numbers every element counts, and the first sample has as many as
+    any other, which `Batches.targets` checks; in rows of integers, and in all integers of a collate
+    function, every element but -100 counts; in tuples and dicts, every sample. All samples are
+    loaded only to count what may have -100, and not if the dataset is a `TokenDataset`, whose
+    samples have a known number of targets. That may seed generators, see `keep_generators`.
 
     Args:
         samples: numbers of the samples, int64 [B].
@@ -425,12 +443,19 @@ def num_targets(
             return len(samples)
         return sum(_num_in_batch(some, 0) for some in (first, *targets_of))
     first = _sample(dataset, samples[0], seed)[1]
+    in_each = _num_in_each(first)
+    if in_each is not None:
+        return len(samples) * in_each
+    return sum(_num_in_batch(_sample(dataset, number, seed)[1], 1) for number in samples)
+
+
+def _num_in_each(first: Any) -> int | None:
+    """Number of targets in each sample, if that of one tells; None: they are counted one by one."""
     if not isinstance(first, Tensor):
-        return len(samples)
-    if first.is_floating_point() or first.dim() == 0:
-        return len(samples) * first.numel()
-    targets = (_sample(dataset, number, seed)[1] for number in samples)
-    return sum(int(torch.count_nonzero(_is_target(some))) for some in targets)
+        return 1
+    # What a list without numbers becomes is float, whatever the other samples have.
+    is_known = first.dim() == 0 or (first.is_floating_point() and first.numel() > 0)
+    return first.numel() if is_known else None
 
 
 def _num_in_batch(targets: Any, num_samples: int) -> int:
