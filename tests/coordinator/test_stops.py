@@ -256,16 +256,20 @@ def test_a_job_has_finished_if_it_was_to_stop_at_its_last_iteration(word: Event)
     [NoticeTaken(node=1, rank=1, after_s=30.0), StopRequested(), MustEnd("the disk is full")],
 )
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("why", ["the loss is low", "the loss of held-out data rises"])
+@pytest.mark.parametrize(
+    "why", ["the loss is low", "it is zero", "the loss of held-out data rises"]
+)
 def test_a_job_has_finished_if_training_ends_where_it_was_to_stop(
     word: Event, restarts: bool, why: str
 ) -> None:
     """What is trained ends it before its last iteration, also if a coordinator is lost then."""
-    cluster = training(rules(target_loss=FIRST + 1.0 if why == "the loss is low" else 0.0))
+    is_low = why in ("the loss is low", "it is zero")
+    cluster = training(rules(target_loss=FIRST + 1.0 if is_low else 0.0))
     cluster.hear(word)
     for node in (0, 1):
         report = iteration_report(node, FIRST + 1, epoch=0, ends=True)
-        report = structs.replace(report, early=why != "the loss is low")
+        loss = 0.0 if why == "it is zero" else report.loss
+        report = structs.replace(report, early=not is_low, loss=loss)
         cluster.hear(*cluster.nodes[node].say(report))
     assert cluster.state.phase is Phase.SAVING
     if restarts:

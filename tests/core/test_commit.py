@@ -134,7 +134,7 @@ def test_the_layout_follows_the_job() -> None:
     layout = vector_layout(job, num_layers=7)
 
     assert layout == VectorLayout(num_layers=7, num_microbatches=4, num_samples=12)
-    assert (layout.losses, layout.samples, layout.size) == (7, 11, 30)
+    assert (layout.losses, layout.samples, layout.size) == (7, 11, 31)
 
 
 def test_a_save_that_any_rank_owes_begins_once_none_is_writing() -> None:
@@ -186,6 +186,22 @@ def test_a_stop_that_is_asked_for_is_no_end_of_what_is_trained() -> None:
     assert vector(votes=(1, *[0] * 5, 1)).is_trained(3, training)
 
 
+@pytest.mark.parametrize(
+    ("loss", "untargeted", "is_last"),
+    [(0.0, 0, True), (-0.3, 0, True), (math.nan, 0, False), (0.0, 2, False)],
+)
+def test_a_loss_of_zero_or_below_hits_the_target_if_it_is_one(
+    loss: float, untargeted: int, is_last: bool
+) -> None:
+    """A hinge loss may be zero, and a log density below it. Where no sample has a target, zero says
+    nothing."""
+    training = TrainingConfig(iterations=10, target_loss=0.05)
+    committed = vector(loss=loss, votes=Votes(stop=0, untargeted=untargeted))
+
+    assert committed.is_last(0, training) == is_last
+
+
 def test_without_a_target_no_loss_ends_training() -> None:
     """A loss of zero, or below it, is no reason where nobody asked for one."""
-    assert not vector(loss=-1.0).is_last(0, TrainingConfig(iterations=10))
+    for loss in (-1.0, 0.0):
+        assert not vector(loss=loss).is_last(0, TrainingConfig(iterations=10))

@@ -490,8 +490,13 @@ def _commit_reported(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _is_trained(rules: Rules, report: IterationDone) -> bool:
-    training, early = rules.job.training, report.early
-    return is_trained_after(report.iteration, training, loss=report.loss, is_early=early)
+    return is_trained_after(
+        report.iteration,
+        rules.job.training,
+        loss=report.loss,
+        has_targets=report.has_targets,
+        is_early=report.early,
+    )
 
 
 def _commit_notice(

@@ -34,6 +34,7 @@ class Votes(NamedTuple):
         unsaved: 1 if it could not begin the save with which its epoch was to begin.
         writing: 1 if it is still writing a save.
         early: 1 if it holds the losses of held-out data, and they say that training ends.
+        untargeted: 1 if it has computed a loss, and no sample of the iteration has a target.
     """
 
     stop: int
@@ -43,6 +44,7 @@ class Votes(NamedTuple):
     unsaved: int = 0
     writing: int = 0
     early: int = 0
+    untargeted: int = 0
 
 
 NUM_VOTES: Final = len(Votes._fields)
@@ -106,8 +108,13 @@ class CommitVector:
 
     def is_trained(self, iteration: int, training: TrainingConfig) -> bool:
         """Whether training would end after this iteration though nobody asked for that."""
-        is_early = self.votes.early > 0
-        return is_trained_after(iteration, training, loss=self.loss, is_early=is_early)
+        return is_trained_after(
+            iteration,
+            training,
+            loss=self.loss,
+            has_targets=self.has_targets,
+            is_early=self.votes.early > 0,
+        )
 
     def is_switch_agreed(self, plan: Plan) -> bool:
         """Whether the next epoch begins after this iteration: all ranks in the commit know its
@@ -119,6 +126,11 @@ class CommitVector:
         return self.votes.copied == len(plan.all_ranks)
 
     @property
+    def has_targets(self) -> bool:
+        """Whether any sample has a target; without one the loss is 0 and says nothing."""
+        return self.votes.untargeted == 0
+
+    @property
     def is_save_due(self) -> bool:
         """Whether a save that is due begins after this iteration: no rank is writing another
         one."""
@@ -126,15 +138,16 @@ class CommitVector:
 
 
 def is_trained_after(
-    iteration: int, training: TrainingConfig, *, loss: float, is_early: bool
+    iteration: int, training: TrainingConfig, *, loss: float, has_targets: bool, is_early: bool
 ) -> bool:
     """Whether training would end after this iteration though nobody asked for that.
 
     Args:
         loss: loss of the global batch.
+        has_targets: whether any sample has a target; without one the loss is 0 and says nothing.
         is_early: whether the losses of held-out data end training with this iteration.
     """
-    reached = 0.0 < loss <= training.target_loss  # Without any target, the loss is 0.
+    reached = has_targets and training.target_loss > 0.0 and loss <= training.target_loss
     return iteration + 1 >= training.iterations or reached or is_early
 
 

@@ -160,6 +160,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
         ends: whether this iteration is the job's last one (all are trained, target_loss is reached,
             or a rank was asked to stop, or `early`).
         early: whether the losses of held-out data end training with this iteration.
+        has_targets: whether any sample has a target; without one the loss is 0 and says nothing.
         tensor_bytes: peak bytes of tensors held if the job is traced; else 0.
         switches: whether this iteration is the last one of its epoch; the rank then goes on with
             the order for the next epoch, which it already has.
@@ -200,6 +201,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     receptions: dict[int, tuple[int, float]] = {}
     evaluated: tuple[Evaluated, ...] = ()
     early: bool = False
+    has_targets: bool = True
 
     @property
     def computing_s(self) -> float:

@@ -506,12 +506,11 @@ class Worker:
         """Computes an iteration; returns its commit vector once its gradients are complete."""
         self._peak.reset()
         self._copying.on_iteration_begin(iteration)
-        plan, rank = self._current_start().plan, self._spec.rank
+        plan = self._current_start().plan
+        batches = self._prefetch.batches(self._dataset, iteration, plan, self._spec.rank)
         with self._tensors.watch() if self._spec.trace else nullcontext():
             vector, self._spans = self._current_executor().run(
-                iteration,
-                self._prefetch.batches(self._dataset, iteration, plan, rank),
-                votes=lambda: self._votes(iteration),
+                iteration, batches, votes=lambda: self._votes(iteration)
             )
         return vector
 
@@ -574,6 +573,7 @@ class Worker:
                 tensor_bytes=self._tensors.peak_bytes,
                 ends=done.ends,
                 early=vector.votes.early > 0,
+                has_targets=vector.has_targets,
                 switches=done.switches,
                 received_bytes=received_bytes,
                 copied=self._copying.take_done(),

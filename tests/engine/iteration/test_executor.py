@@ -118,6 +118,18 @@ def test_an_action_may_last_as_long_as_the_device_computes_what_it_was_given_bef
     assert min(others) >= 100.0
 
 
+@pytest.mark.parametrize("num_targets", [0, 7])
+def test_a_vector_says_if_an_iteration_has_no_targets(num_targets: int) -> None:
+    """Its loss is 0 then, and reaches no target_loss."""
+    dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())
+    batches = Batches(dataset, JOB.training, iteration=0)
+    batches._num_targets = num_targets
+    with executor_on(SlowDevice(), shaped_plan((1,), JOB.num_microbatches), Pulse()) as executor:
+        vector, _ = executor.run(0, batches, votes=lambda: Votes(0))
+
+    assert vector.votes.untargeted == (num_targets == 0)
+
+
 def test_a_reduction_waits_for_its_layers_and_what_follows_it_for_the_reduction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

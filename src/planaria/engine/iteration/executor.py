@@ -205,7 +205,8 @@ class Executor:
         for held in self._own_layers():
             held.gradients_of = iteration
         self._callbacks.on_step("commit", iteration)
-        vector = self._commit(votes())
+        is_untargeted = bool(self._losses) and self._batches.num_targets() == 0
+        vector = self._commit(votes()._replace(untargeted=int(is_untargeted)))
         return vector, tuple(self._spans)
 
     def _run_actions(self, iteration: int) -> None:
