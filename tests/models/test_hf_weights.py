@@ -11,8 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from helpers.hf_models import FAMILIES, LENGTH, VOCABULARY, chained, ids_of, split_of, whole_of
+from helpers.hf_models import (
+    FAMILIES,
+    LENGTH,
+    SEED,
+    VOCABULARY,
+    chained,
+    ids_of,
+    split_of,
+    whole_of,
+)
 from planaria.core.job import ModelConfig
+from planaria.engine.prepare import split_model
 from planaria.errors import ConfigError
 from planaria.models.hf_model import hf_config, keys_on_disk
 
@@ -140,6 +150,42 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
     (tmp_path / "model.safetensors.index.json").write_text("version https")
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json cannot be read"):
+        split_of({}, path=str(tmp_path))
+
+
+def test_a_directory_without_weights_is_told_and_gives_adapters_no_base(tmp_path: Path) -> None:
+    """Training began from random values without a word, also that of adapters alone."""
+    whole_of(FAMILIES["qwen3"]).config.save_pretrained(tmp_path)
+    path = str(tmp_path)
+    (note,) = split_of({}, path=path).notes
+    assert note.startswith(f"model.path = {path!r} has no weights")
+
+    pytest.importorskip("peft")
+    model = ModelConfig(path=path, lora={"r": 2, "target_modules": ["q_proj"]})
+    with pytest.raises(ConfigError, match=r"model\.path = .* has no weights .* model\.lora"):
+        split_model(model, seed=SEED, vocabulary_size=VOCABULARY, sequence_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "q4.gguf", "consolidated.00.pth"],
+)
+def test_weights_of_another_form_are_refused(name: str, tmp_path: Path) -> None:
+    """Of what transformers and others write only safetensors are read."""
+    whole_of(FAMILIES["gpt2"]).config.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(b"weights")
+
+    with pytest.raises(ConfigError, match=rf"its weights are in {name}.*save_pretrained"):
+        split_of({}, path=str(tmp_path))
+
+
+def test_weights_of_which_the_model_takes_none_are_refused(tmp_path: Path) -> None:
+    """As those of another model, or of an adapter alone."""
+    whole_of(FAMILIES["gpt2"]).config.save_pretrained(tmp_path)
+    tensors = {"base_model.model.h.0.lora_A.weight": torch.ones(2, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel takes none .*base_model\.model\.h\.0"):
         split_of({}, path=str(tmp_path))
 
 

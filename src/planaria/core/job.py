@@ -37,8 +37,8 @@ class ModelConfig:
     )
     path: str = _key(
         "",
-        "hf: a directory with config.json; training starts from the weights in its *.safetensors, "
-        "if it has any",
+        "hf: a directory with config.json; training starts from the weights in its *.safetensors; "
+        "a line says if it has none, and lora needs them",
     )
     lora: Mapping[str, Any] = _key(
         {},

@@ -369,7 +369,7 @@ def split_hf_model(
     """
     skeleton, objective = meta_model(config, is_deterministic=is_deterministic)
     routers = _routers_with_loss(config, skeleton)
-    weights = weights_on_disk(model.path, skeleton)
+    weights = weights_on_disk(model, skeleton)
     adapters: dict[str, Any] = {}
     if model.lora:
         adapters = add_adapters(skeleton, model.lora, trains_head=objective == "supervised")

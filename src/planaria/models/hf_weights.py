@@ -9,7 +9,7 @@ without their scales they are codes.
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
 from planaria.models.hf_adapters import name_without_adapters
 from planaria.models.hf_model import QUANTISATION, keys_on_disk
@@ -28,6 +29,7 @@ from planaria.models.hf_model import QUANTISATION, keys_on_disk
 _CODES: Final = ("F4", "F6", "F8", "I4", "I8", "U4", "U8")  # Dtypes of quantised weights begin so.
 # Patterns of tensors that older releases of transformers saved, and newer ones compute.
 _COMPUTED: Final = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+_OTHER_FORMS: Final = ("*.bin", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.pt", "*.pth")
 _NUM_SHOWN: Final = 5  # Tensors that a note names.
 
 
@@ -131,16 +133,17 @@ class Weights:
         return self.conversions[plain].results(_Entry.read)[plain].to(torch.float32)
 
 
-def weights_on_disk(directory: str, model: Any) -> Weights:
-    """The weights in a directory; empty if it is "" or has no safetensors file.
+def weights_on_disk(config: ModelConfig, model: Any) -> Weights:
+    """The weights in the directory `config.path`; empty if it is "" or has no weights.
 
     Args:
         model: model of transformers on the meta device, without adapters.
 
     Raises:
-        ConfigError: a file is missing, or the weights are pickled or quantised, or do not fit the
-            model.
+        ConfigError: a file is missing, or the weights are of another form or quantised, or do not
+            fit the model, or there are none for the adapters of `config.lora`.
     """
+    directory = config.path
     if not directory:
         return Weights(directory, {}, {}, {}, frozenset())
     known = model.state_dict(keep_vars=True)  # Of buffers, those that are kept in files.
@@ -177,7 +180,7 @@ def weights_on_disk(directory: str, model: Any) -> Weights:
         conversions |= dict.fromkeys(sketches, made)
         shapes |= {name: tensor.shape for name, tensor in sketches.items()}
     buffers = frozenset(name for name, _ in model.named_buffers() if name in known)
-    notes = _notes(directory, unused, model)
+    notes = _notes(directory, unused, model) if shapes else (_empty_note(config, unused, model),)
     return Weights(directory, entries, conversions, shapes, buffers & shapes.keys(), notes)
 
 
@@ -213,6 +216,30 @@ def _quantised_error(directory: Path, sign: str) -> ConfigError:
     return ConfigError("model.path", str(directory), remedy)
 
 
+def _empty_note(config: ModelConfig, unused: Mapping[str, str], model: Any) -> str:
+    """The note that a model begins without the weights that its directory might have.
+
+    Args:
+        unused: the tensors in the directory, by name.
+
+    Raises:
+        ConfigError: there are tensors, and none is the model's; or adapters are to be trained.
+    """
+    if unused:
+        remedy = f"{type(model).__name__} takes none of its tensors ({_some_of(list(unused))})"
+        raise ConfigError("model.path", config.path, remedy)
+    if config.lora:
+        remedy = (
+            "it has no weights (*.safetensors) for the adapters of model.lora, which would be "
+            "trained for random values; get the files, or name another directory"
+        )
+        raise ConfigError("model.path", config.path, remedy)
+    return (
+        f"model.path = {config.path!r} has no weights (*.safetensors), so a model that begins "
+        "anew has random values"
+    )
+
+
 def _notes(directory: str, unused: Mapping[str, str], model: Any) -> tuple[str, ...]:
     """A note that tensors are left out; none for those of which it is known to be harmless.
 
@@ -232,10 +259,13 @@ def _notes(directory: str, unused: Mapping[str, str], model: Any) -> tuple[str, 
     ]
     if not names:
         return ()
-    shown = ", ".join(names[:_NUM_SHOWN])
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
     note = f"no parameter of {type(model).__name__} takes these tensors of {directory}"
-    return (f"{note}: {shown}{more}",)
+    return (f"{note}: {_some_of(names)}",)
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return f"{', '.join(names[:_NUM_SHOWN])}{more}"
 
 
 def _has_other_head(directory: str, model: Any) -> bool:
@@ -273,10 +303,11 @@ def _weight_files(directory: Path) -> list[Path]:
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise ConfigError("model.path", str(directory), f"lacks {', '.join(missing)}")
-    if not files and any(directory.glob("*.bin")):
+    others = () if files else sorted(p.name for form in _OTHER_FORMS for p in directory.glob(form))
+    if others:
         remedy = (
-            "its weights are pickled; load them with transformers, and write them with "
-            "save_pretrained"
+            f"its weights are in {others[0]}, and only *.safetensors are read; load them with "
+            "transformers, and write them with save_pretrained"
         )
         raise ConfigError("model.path", str(directory), remedy)
     return files
