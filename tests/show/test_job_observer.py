@@ -1,5 +1,6 @@
 """What the observer shows of what the launcher tells."""
 
+import threading
 import time
 
 import pytest
@@ -15,11 +16,12 @@ from helpers.recorder_messages import (
 )
 from planaria.core.copies import CopiesDone
 from planaria.core.inject import parse_injection
+from planaria.core.messages import Evaluated
 from planaria.core.plan import Plan
-from planaria.core.records import Saved, Warned
+from planaria.core.records import Saved, ToLauncher, Warned
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
-from planaria.show.callbacks import CallbackThread
+from planaria.show.callbacks import Callbacks, CallbackThread
 from planaria.show.job_observer import JobObserver
 
 
@@ -39,7 +41,7 @@ class Notes:
         self.texts.append(text)
 
 
-def watched() -> tuple[JobObserver, Recorder, Notes]:
+def watched(callbacks: CallbackThread | None = None) -> tuple[JobObserver, Recorder, Notes]:
     recorder = Recorder(start_s=10.0, predicted_s=0.5, predicted_peak_bytes=999)
     notes = Notes()
     observer = JobObserver(
@@ -47,7 +49,7 @@ def watched() -> tuple[JobObserver, Recorder, Notes]:
         notes,
         predicted_peak_bytes=lambda _: 555,
         evaluates=True,
-        callbacks=CallbackThread(()),
+        callbacks=callbacks or CallbackThread(()),
     )
     return observer, recorder, notes
 
@@ -63,6 +65,62 @@ def test_a_missing_last_evaluation_is_told() -> None:
 
     (text,) = notes.texts
     assert text.startswith("held-out data were not evaluated after 6 iterations: a node was lost")
+
+
+class _Raising(Callbacks):
+    """Raises after an iteration, and tells when."""
+
+    def __init__(self, iteration: int) -> None:
+        self.has_raised = threading.Event()
+        self._iteration = iteration
+
+    def on_commit(self, record: IterationRecord) -> None:
+        if record.iteration == self._iteration:
+            self.has_raised.set()
+            raise ZeroDivisionError("mine")
+
+
+def _repeat(observer: JobObserver, message: ToLauncher) -> None:
+    """Sends a message many times: the thread notes what was raised a moment after it was."""
+    for _ in range(1000):
+        time.sleep(0)
+        observer.on_message(message)
+
+
+def test_what_a_callback_raises_after_the_last_iteration_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The coordinator was killed while it made the last save complete, and the job failed."""
+    raising = _Raising(6)
+    with CallbackThread([raising]) as thread:
+        observer, recorder, _ = watched(thread)
+        observer.on_message(commit_message(5, 17.0))
+        observer.on_message(commit_message(6, 18.0, ends=True))
+        assert raising.has_raised.wait(60.0)
+        _repeat(observer, Saved(iteration=7, epoch=3))
+
+    assert [record.iteration for record in recorder.iterations] == [5, 6]
+    assert "a callback raised ZeroDivisionError('mine')" in caplog.text
+
+
+def test_what_a_callback_raises_before_costs_nothing_of_the_last_iteration() -> None:
+    """The job ends with it, and the report has the last evaluation."""
+    raising = _Raising(5)
+    last = commit_message(6, 18.0, ends=True)
+    evaluated = Evaluated(
+        iteration=7, loss=1.5, num_samples=4, num_targets=4, metrics={}, seconds=0.5
+    )
+    last = structs.replace(
+        last, reports=tuple(structs.replace(r, evaluated=(evaluated,)) for r in last.reports)
+    )
+    with CallbackThread([raising]) as thread:
+        observer, recorder, _ = watched(thread)
+        observer.on_message(commit_message(5, 17.0))
+        assert raising.has_raised.wait(60.0)
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            _repeat(observer, last)
+
+    assert list(recorder.evaluations) == [7]
 
 
 def test_one_node_is_one_node() -> None:

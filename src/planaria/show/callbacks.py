@@ -57,6 +57,7 @@ class CallbackThread:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._is_closing = self._is_late = self._has_raised = self._has_left = False
+        self._has_trained = False
         self._stopping = ""
         self._thread = threading.Thread(target=self._run, name="callbacks", daemon=True)
         if callbacks:
@@ -71,18 +72,32 @@ class CallbackThread:
         """Has the function of this name called; nothing after the end of the context.
 
         Raises:
-            Exception: a callback has raised it before.
+            Exception: a callback has raised it before, while the job trained.
         """
         if self._has_left:
             return
-        if self._error is not None:
-            self._has_raised = True
-            raise self._error
+        if not self._has_trained:
+            self._raise_error()
         for callbacks in self._callbacks:
             self._calls.put(partial(self._call, callbacks, name, arguments))
         if not self._is_late and self._calls.qsize() > _MANY_CALLS:
             self._is_late = True
             logger.warning("callbacks are slower than training: %s calls wait", _MANY_CALLS)
+
+    def note_commit(self, *, ends: bool) -> None:
+        """Notes whether training ends with a commit; what a callback raises after that is only told
+        in the end.
+
+        Raises:
+            Exception: a callback has raised it before.
+        """
+        self._raise_error()
+        self._has_trained = ends
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self._has_raised = True
+            raise self._error
 
     def __enter__(self) -> "CallbackThread":
         return self

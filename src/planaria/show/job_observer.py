@@ -236,14 +236,13 @@ class JobObserver:
             del self._committed_s[next(iter(self._committed_s))]
         record = self._recorder.on_committed(message)
         self._display.show_iteration(record)
-        self._callbacks.post("on_commit", record)
-        for evaluated in self._recorder.on_evaluated(message):
+        evaluations = tuple(self._recorder.on_evaluated(message))
+        for evaluated in evaluations:
             metrics = "".join(f", {name} {value:.4f}" for name, value in evaluated.metrics.items())
             self._display.note(
                 f"held-out data after {count_text(evaluated.iteration, 'iteration')}: "
                 f"loss {evaluated.loss:.4f}{metrics}"
             )
-            self._callbacks.post("on_evaluation", evaluated)
         num_done = message.iteration + 1
         has_last = not self._evaluates or num_done in self._recorder.evaluations
         if message.ends and message.is_trained and not has_last:
@@ -256,6 +255,10 @@ class JobObserver:
             self._recorder.add_event("early", iteration=message.iteration, reason=reason)
             self._display.note(reason)
         self._has_trained = message.ends
+        self._callbacks.note_commit(ends=message.ends)
+        self._callbacks.post("on_commit", record)
+        for evaluated in evaluations:
+            self._callbacks.post("on_evaluation", evaluated)
 
     def _on_saved(self, message: Saved) -> None:
         committed = self._committed_s
