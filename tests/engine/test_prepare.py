@@ -233,3 +233,27 @@ def test_a_learned_tokenizer_is_kept_beside_the_saves(can_be_kept: bool, tmp_pat
         assert [file.name for file in saves.iterdir()] == [Path(prepared.tokenizer_file).name]
     else:
         assert "could not be kept beside the saves" in "\n".join(prepared.notes)
+
+
+@pytest.mark.parametrize(
+    ("data", "metric", "parts"),
+    [
+        ("user_models:points", "misspelt", ("armgax", "raised for samples 0 to 1 in")),
+        ("user_models:points", "two_numbers", ("must return one number", "samples 0 to 1 in")),
+        ("mistaken_models:other_labels", "", ("is out of bounds", "samples 0 to 1 in")),
+        ("mistaken_models:other_shapes", "", ("2x7", "raised for samples 0 to 1 in")),
+    ],
+)
+def test_a_mistake_in_an_evaluation_is_told_before_the_job_trains(
+    data: str, metric: str, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It ended the job after `evaluation.every` iterations, which may take hours."""
+    metrics = {metric: f"helpers.mistaken_models:{metric}"} if metric else {}
+    evaluation = EvaluationConfig(every=5000, target=f"helpers.{data}", metrics=metrics)
+    job = replace(tiny_job("sequential", tmp_path), evaluation=evaluation)
+
+    told = preparation(job, tmp_path)
+
+    text = "".join(told.mistake or ()) + told.traceback
+    for part in (*parts, "the evaluation that is tried before training"):
+        assert part in text

@@ -343,3 +343,24 @@ def one_shape() -> _OneIsWrong:
 def one_raises() -> _OneIsWrong:
     """One sample that cannot be read."""
     return _OneIsWrong(lambda x, y: (_raise(x), y))
+
+
+def other_labels() -> list[tuple[Tensor, Tensor]]:
+    """Labels that are no classes of the model."""
+    return [(x, y + 9) for x, y in (points()[index] for index in range(8))]
+
+
+def other_shapes() -> list[tuple[Tensor, Tensor]]:
+    """Samples with fewer numbers than the first layer takes."""
+    return [(x[:7], y) for x, y in (points()[index] for index in range(8))]
+
+
+def misspelt(output: Tensor, targets: Tensor) -> Tensor:
+    """A metric that calls what is not there."""
+    hits: Tensor = output.armgax(-1) == targets  # type: ignore[attr-defined]
+    return hits.sum()
+
+
+def two_numbers(output: Tensor, _: Tensor) -> Tensor:
+    """A metric that returns more than one number."""
+    return output.new_zeros(2)

@@ -75,6 +75,7 @@ def test_the_routers_loss_has_the_bits_of_the_whole_model(family: str) -> None:
     logits, router_loss = unpack(output := chained(layers, ids_BL))
     assert torch.equal(theirs.aux_loss, router_loss)
     assert torch.equal(theirs.logits, logits)
+    assert torch.equal(theirs.logits, split.predictions(output))
 
     count = int((targets != -100).sum())
     loss = cross_entropy_sum(theirs.logits, targets)

@@ -1,5 +1,6 @@
 """Held-out data are evaluated while a job trains, and nothing of it is seen in the result."""
 
+import itertools
 import math
 import os
 import signal
@@ -32,10 +33,16 @@ EVALUATION = EvaluationConfig(
 )
 
 
+_NUM_CALLS = itertools.count()
+
+
 def accuracy(output: Tensor, targets: Tensor) -> Tensor:
-    """The number of right answers; kills its process once if the strike file says so."""
+    """The number of right answers; kills its process once if the strike file says so.
+
+    It does not in its first call: the process that looks at the job makes one.
+    """
     path = os.environ.get("STRIKE_FILE", "")
-    if path and os.path.exists(path):
+    if next(_NUM_CALLS) and path and os.path.exists(path):
         os.unlink(path)
         os.kill(os.getpid(), signal.SIGKILL)
     return (output.argmax(-1) == targets).sum()

@@ -6,6 +6,7 @@ mistakes are found and reported before anything is started.
 
 import importlib.util
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -33,9 +34,10 @@ from planaria.data.text import TokenDataset
 from planaria.engine.blame import mistake_of, text_of, user_traceback
 from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
 from planaria.engine.devices import Device, find_device
-from planaria.engine.iteration.evaluation import load_evaluation
+from planaria.engine.iteration.evaluation import load_evaluation, try_evaluation
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.profiler import examine_layers, profile_model
+from planaria.engine.stage import RankStage
 from planaria.errors import CheckpointError, ConfigError
 from planaria.models.layers import SplitModel
 from planaria.models.paced import PacedData, paced_model
@@ -307,8 +309,12 @@ def _prepare(request: PrepareRequest) -> Prepared:
         tuple(name for name in names if all((layer, name) != (u.layer, u.name) for u in later))
         for layer, names in enumerate(shapes)
     )
+    profile = _profile(request, model, dataset, device)
+    if evaluated and job.model.kind != "paced":
+        training = replace(job.training, compile=False)  # Compiling takes minutes.
+        try_evaluation(evaluated, RankStage(model, training=training, device=device))
     return Prepared(
-        profile=_profile(request, model, dataset, device),
+        profile=profile,
         num_samples=NumSamples(len(dataset), evaluated.held_out.num_samples if evaluated else 0),
         vocabulary_size=dataset.vocabulary_size,
         objective=model.objective,

@@ -420,6 +420,7 @@ def _facts(
         notes=builder.weights.notes,
         float32_names=builder.float32_names,
         whole_bytes=whole_bytes,
+        has_router_loss=builder.routers is not None,
     )
 
 

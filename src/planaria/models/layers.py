@@ -81,6 +81,7 @@ class SplitFacts:
         float32_names: function that returns the names of parameters and buffers that stay in
             float32 where the layers work in bfloat16.
         whole_bytes: bytes of each layer; see `SplitModel.whole_bytes`.
+        has_router_loss: whether the last layer returns the loss of routers beside the logits.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class SplitFacts:
     notes: tuple[str, ...] = ()
     float32_names: Callable[[], frozenset[str]] = frozenset
     whole_bytes: tuple[int, ...] = ()
+    has_router_loss: bool = False
 
 
 class SplitModel:
@@ -110,8 +112,9 @@ class SplitModel:
     """
 
     __slots__ = (
-        *("_builder", "_loss", "_loss_field", "_whole_bytes", "config", "float32_names"),
-        *("layer_names", "notes", "objective", "tied", "virtual", "vocabulary_size"),
+        *("_builder", "_has_router_loss", "_loss", "_loss_field", "_whole_bytes", "config"),
+        *("float32_names", "layer_names", "notes", "objective", "tied", "virtual"),
+        "vocabulary_size",
     )
 
     def __init__(
@@ -125,6 +128,7 @@ class SplitModel:
     ) -> None:
         facts = facts or SplitFacts()
         self._loss_field, self._whole_bytes = facts.loss_field, facts.whole_bytes
+        self._has_router_loss = facts.has_router_loss
         self.config, self.notes = facts.config, facts.notes
         self.float32_names, self.vocabulary_size = facts.float32_names, facts.vocabulary_size
         self.virtual = virtual
@@ -177,6 +181,12 @@ class SplitModel:
         if not self.virtual:
             return 0
         return self.virtual[layer].parameter_bytes + self.virtual[layer].optimizer_bytes
+
+    def predictions(self, output: Tensor) -> Any:
+        """What metrics get of the last layer's output, which may be packed: all but the loss of
+        routers."""
+        values = unpack(output)
+        return values[0] if self._has_router_loss else values
 
     def loss_sum(self, output: Tensor, targets: Tensor) -> Tensor:
         """The loss summed over the targets of a microbatch, a float32 scalar.

@@ -30,6 +30,7 @@ from planaria.data.text import TokenDataset
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.iteration.executor import RankContext
 from planaria.engine.iteration.groups import reduce_vector
+from planaria.engine.stage import RankStage
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel
 from planaria.models.packing import bring, unpack
@@ -71,7 +72,8 @@ class Evaluation:
     @contextmanager
     def name_samples(self, age: int, index: int) -> Iterator[None]:
         """Has what the body raises say that a microbatch was evaluated, and of which samples."""
-        samples = f"{self.held_out.samples_text(index)} in the evaluation after {age} iterations"
+        when = f"after {age} iterations" if age else "that is tried before training"
+        samples = f"{self.held_out.samples_text(index)} in the evaluation {when}"
         try:
             with note_samples(f"raised for {samples}, of {self.key}"):
                 yield
@@ -81,6 +83,27 @@ class Evaluation:
                 raise ConfigError(error.field, error.value, remedy) from error
             cause = error.remedy if error.value == self.name else f"{error.value}: {error.remedy}"
             raise ConfigError(self.key, self.name, f"{samples}: {cause}") from error
+
+    def sums(self, output: Tensor, stage: RankStage, *, age: int, index: int) -> list[float]:
+        """The loss, the number of targets and the metrics of a microbatch, by name, each summed
+        over its targets.
+
+        Args:
+            output: output of the last layer, which the stage holds.
+        """
+        targets = bring(self.held_out.targets(index), stage.device.bring)
+        loss = stage.loss_sum(output, targets, iteration=age, microbatch=index)
+        numbers = [float(loss), float(self.held_out.num_targets(index))]
+        values = stage.model.predictions(output), unpack(targets)
+        for name, function in sorted(self.metrics.items()):
+            value = function(*values)
+            try:
+                numbers.append(float(value))
+            except (TypeError, ValueError, RuntimeError) as error:
+                kind = type(value).__name__
+                remedy = f"it returned an object of type {kind}, and must return one number"
+                raise ConfigError(f"evaluation.metrics.{name}", name, remedy) from error
+        return numbers
 
 
 def load_evaluation(
@@ -130,6 +153,41 @@ def load_evaluation(
     return Evaluation(samples, metrics, key, config.target or config.path)
 
 
+def try_evaluation(evaluation: Evaluation, stage: RankStage) -> None:
+    """Evaluates the first microbatch once, layer by layer, so that mistakes show before training.
+
+    Args:
+        stage: stage that holds no layers; it keeps the last one.
+
+    Raises:
+        ConfigError: the samples do not fit the loss, or a metric returned no number.
+    """
+    with torch.no_grad(), keep_generators(), evaluation.name_samples(age=0, index=0):
+        hidden = bring(evaluation.held_out.inputs(0), stage.device.bring)
+        for layer in range(stage.model.num_layers):
+            stage.keep_only(())
+            stage.hold((layer,), states={}, age=0)
+            with _evaluate_layers(stage):
+                hidden = stage.forward(layer, layer + 1, hidden, iteration=0, microbatch=0)
+        evaluation.sums(hidden, stage, age=0, index=0)
+    evaluation.held_out.clear()
+
+
+@contextmanager
+def _evaluate_layers(stage: RankStage) -> Iterator[None]:
+    """Has the layers of a stage do in the body what they do when they are not trained."""
+    layers = [held.module for held in stage.layers.values()]
+    # The user may have put some parts into eval mode for good.
+    in_training = [part for layer in layers for part in layer.modules() if part.training]
+    try:
+        for layer in layers:
+            layer.eval()
+        yield
+    finally:
+        for part in in_training:
+            part.training = True
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -161,7 +219,7 @@ class Evaluator:
         count = held_out.num_microbatches
         held_out.clear()  # An evaluation before this one may have been broken off.
         sums = np.zeros((2 + len(names), count), dtype=np.float64)
-        with torch.no_grad(), keep_generators(), self._layers_that_evaluate():
+        with torch.no_grad(), keep_generators(), _evaluate_layers(self._stage):
             for index in range(count):
                 self._comm.check()
                 route = self._routes[index % len(self._routes)]
@@ -193,20 +251,6 @@ class Evaluator:
         self._evaluation.untold[age] = result
         self._stage.note_held_out(result.loss, age=age)
         return seconds
-
-    @contextmanager
-    def _layers_that_evaluate(self) -> Iterator[None]:
-        """Has the rank's layers do what they do when they are not trained."""
-        layers = [held.module for held in self._stage.layers.values()]
-        # The user may have put some parts into eval mode for good.
-        in_training = [part for layer in layers for part in layer.modules() if part.training]
-        try:
-            for layer in layers:
-                layer.eval()
-            yield
-        finally:
-            for part in in_training:
-                part.training = True
 
     def _run_microbatch(self, route: Route, age: int, index: int, sums: np.ndarray) -> None:
         """Runs this rank's hops of a microbatch; writes its sums, if it ends on this rank."""
@@ -240,20 +284,7 @@ class Evaluator:
         held_out.clear()
 
     def _write_sums(self, output: Tensor, age: int, index: int, sums: np.ndarray) -> None:
-        evaluation = self._evaluation
-        targets = bring(evaluation.held_out.targets(index), self._stage.device.bring)
-        loss = self._stage.loss_sum(output, targets, iteration=age, microbatch=index)
-        sums[0] = float(loss)
-        values = unpack(output), unpack(targets)
-        sums[1] = evaluation.held_out.num_targets(index)
-        for row, (name, function) in enumerate(sorted(evaluation.metrics.items()), start=2):
-            value = function(*values)
-            try:
-                sums[row] = float(value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                kind = type(value).__name__
-                remedy = f"it returned an object of type {kind}, and must return one number"
-                raise ConfigError(f"evaluation.metrics.{name}", name, remedy) from error
+        sums[:] = self._evaluation.sums(output, self._stage, age=age, index=index)
 
     def _send(self, target: int, age: int, index: int, hop: int, hidden: Tensor) -> None:
         self._wait_taken(target, at_most=_IN_FLIGHT - 1)
