@@ -17,6 +17,7 @@ from planaria.engine.optimizer import (
     load_optimizer_state,
     optimizer_factory,
     optimizer_state,
+    parts_to_step,
 )
 from planaria.errors import CheckpointError, ConfigError
 
@@ -387,3 +388,12 @@ def test_wrong_schedules_are_refused_by_key(
         learning_rate(TrainingConfig(schedule=schedule), 0)
 
     assert caught.value.field == field
+
+
+def test_layers_that_a_copy_holds_back_hold_back_no_others() -> None:
+    """In fast mode the others step together, and first."""
+    fast = TrainingConfig(deterministic=False)
+
+    assert parts_to_step(range(5), {0, 2, 4}.__contains__, fast) == [[0, 2, 4], [1], [3]]
+    assert parts_to_step([3], lambda _: False, fast) == [[3]]
+    assert parts_to_step(range(2), lambda _: True, TrainingConfig()) == [[0], [1]]

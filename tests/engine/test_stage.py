@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -393,7 +394,7 @@ def test_a_missing_layer_takes_the_state_that_it_is_given() -> None:
 def test_losses_of_held_out_data_travel_with_the_last_layer() -> None:
     """The newest one counts only with the step after it, so that all states of an age are alike."""
     held, other = _held(), _held()
-    held.held_out, other.held_out = HeldOutLosses(1), HeldOutLosses(1)
+    held.held_out, other.held_out = (HeldOutLosses(1, held_out_id=7) for _ in range(2))
     for age, loss in enumerate([2.0, 3.0]):
         held.held_out.note(loss, age=age)
         before = held.state()["held_out/losses"].tolist()
@@ -405,6 +406,22 @@ def test_losses_of_held_out_data_travel_with_the_last_layer() -> None:
     assert other.held_out.counted == (2.0, 1)
     assert not other.held_out.are_worse(2)
     assert other.held_out.are_worse(3)
+
+
+@pytest.mark.parametrize(("held_out_id", "ends"), [(7, True), (8, False)])
+def test_losses_of_other_held_out_data_do_not_end_training(held_out_id: int, ends: bool) -> None:
+    """A job that was resumed with harder ones ended, although their loss fell."""
+    saved, held = _held(), _held()
+    saved.held_out = HeldOutLosses(3, held_out_id=7)
+    held.held_out = HeldOutLosses(3, held_out_id=held_out_id)
+    saved.held_out.counted = 1.0, 2
+    held.load(saved.state(), age=4)
+    held.held_out.note(2.0, age=4)
+
+    assert held.held_out.are_worse(4) == ends
+    older = {**saved.state(), "held_out/losses": np.array([1.0, 2.0])}
+    held.load(older, age=4)
+    assert held.held_out.are_worse(4)  # Older saves do not say of which data the losses are.
 
 
 def test_only_the_last_layer_has_losses_and_only_if_they_may_end_training() -> None:

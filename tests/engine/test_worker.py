@@ -18,7 +18,7 @@ from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.served import TIMEOUT_S, Served
 from helpers.strategies import layer_profile, model_profile
 from planaria.checkpoint.disk.tiers import Tier
-from planaria.core.job import JobConfig, TrainingConfig
+from planaria.core.job import JobConfig
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
@@ -37,7 +37,6 @@ from planaria.core.specs import NodeSpec
 from planaria.engine import process
 from planaria.engine.comm.host import send_tensor
 from planaria.engine.stage import RankStage
-from planaria.engine.worker import parts_to_step
 from planaria.errors import PeerLostError
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
@@ -361,12 +360,3 @@ def test_a_worker_whose_node_has_no_lease_writes_nothing(alone: Served, disk: Di
     assert isinstance(failed[0], SaveFailed)
     assert "the node's lease has run out" in failed[0].reason
     assert not alone.line.of(LayersSaved)
-
-
-def test_layers_that_a_copy_holds_back_hold_back_no_others() -> None:
-    """In fast mode the others step together, and first."""
-    fast = TrainingConfig(deterministic=False)
-
-    assert parts_to_step(range(5), {0, 2, 4}.__contains__, fast) == [[0, 2, 4], [1], [3]]
-    assert parts_to_step([3], lambda _: False, fast) == [[3]]
-    assert parts_to_step(range(2), lambda _: True, TrainingConfig()) == [[0], [1]]

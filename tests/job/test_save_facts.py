@@ -1,6 +1,8 @@
 """What saves say about their job."""
 
-from planaria.core.job import JobConfig, ModelConfig
+from dataclasses import replace
+
+from planaria.core.job import EvaluationConfig, JobConfig, ModelConfig
 from planaria.core.specs import NumSamples, Prepared
 from planaria.job.save_facts import changes_texts, save_facts
 
@@ -15,6 +17,24 @@ def test_a_job_that_goes_on_with_other_data_is_told_so() -> None:
     assert changes_texts({}, job, grown) == ()
     (text,) = changes_texts(saved, job, grown)
     assert "have 501 samples, and had 500" in text
+
+
+def test_a_job_that_goes_on_with_other_held_out_data_is_told_so() -> None:
+    """If their losses may end training; they may have moved."""
+    evaluation = EvaluationConfig(every=5, path="/one/easy.txt", patience=3)
+    job = JobConfig(evaluation=evaluation)
+    known = Prepared(num_samples=NumSamples(500, 40))
+    saved = save_facts(job, known)
+
+    moved = replace(job, evaluation=replace(evaluation, path="/other/easy.txt/"))
+    assert changes_texts(saved, moved, known) == ()
+    others = replace(evaluation, path="hard.txt")
+    (text,) = changes_texts(saved, replace(job, evaluation=others), known)
+    assert text.startswith("held-out data are hard.txt with 40 samples, and were easy.txt with 40 ")
+    (text,) = changes_texts(saved, job, Prepared(num_samples=NumSamples(500, 39)))
+    assert text.startswith("held-out data are easy.txt with 39 samples, and were easy.txt with 40 ")
+    never = replace(job, evaluation=replace(others, patience=0))
+    assert changes_texts(saved, never, known) == ()
 
 
 def test_a_job_that_goes_on_with_another_model_of_the_same_shapes_is_told_so() -> None:

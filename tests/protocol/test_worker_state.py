@@ -394,7 +394,7 @@ def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
 
 def test_evaluations_that_are_no_better_than_the_best_end_training() -> None:
     """One that is done again counts once, and one whose loss is not a number is no better."""
-    losses, ends = HeldOutLosses(2), []
+    losses, ends = HeldOutLosses(2, held_out_id=7), []
     told = [(2, 3.0), (4, 2.0), (6, 2.5), (6, 2.5), (8, 1.9), (10, None), (12, 1.9)]
     for age, loss in told:
         losses.note(loss, age=age)

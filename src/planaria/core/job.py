@@ -202,6 +202,11 @@ class EvaluationConfig:
         "0: it does not stop early",
     )
 
+    @property
+    def data_name(self) -> str:
+        """Name of the held-out data, without the directory that they are in."""
+        return self.target or self.path.rstrip("/").rpartition("/")[2]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResilienceConfig:

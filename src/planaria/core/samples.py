@@ -65,6 +65,11 @@ def held_out_seed(*, seed: int) -> int:
     return mix(_HELD_OUT, seed)
 
 
+def held_out_id(name: str, num_samples: int) -> int:
+    """A number below 2**53 that differs between held-out data of another name or size."""
+    return xxhash.xxh3_64_intdigest(f"{name}/{num_samples}".encode()) >> 11
+
+
 def sample_numbers(
     iteration: int, *, seed: int, num_samples: int, global_batch_size: int
 ) -> np.ndarray:

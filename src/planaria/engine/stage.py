@@ -270,7 +270,7 @@ class HeldLayer:
             named = optimizer_state(self.optimizer, self.masters, num_steps=self._num_steps)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
         if self.held_out is not None:
-            tensors[_HELD_OUT] = torch.tensor(self.held_out.counted, dtype=torch.float64)
+            tensors[_HELD_OUT] = torch.tensor(self.held_out.state(), dtype=torch.float64)
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def load(self, state: State, *, age: int) -> None:
@@ -295,7 +295,7 @@ class HeldLayer:
             }
             self._num_steps = load_optimizer_state(self.optimizer, self.masters, named)
         if self.held_out is not None and _HELD_OUT in state:  # Else the job had none then.
-            self.held_out.counted = tuple(state[_HELD_OUT].tolist())
+            self.held_out.load(state[_HELD_OUT].tolist())
         self.age = age
 
     def _refuse_other_parameters(self, state: State) -> None:
@@ -385,6 +385,7 @@ class RankStage:
 
     Args:
         patience: evaluations after which training ends, see `HeldOutLosses`; 0: it does not.
+        held_out_id: see `HeldOutLosses`.
 
     Attributes:
         chosen: recomputation by layer, where the plan says it.
@@ -397,9 +398,11 @@ class RankStage:
         training: TrainingConfig,
         device: Device = PROCESSOR,
         patience: int = 0,
+        held_out_id: int = 0,
     ) -> None:
         self.device = device
         self._patience = patience
+        self._held_out_id = held_out_id
         self.model = model
         self.training = training
         self.layers: dict[int, HeldLayer] = {}
@@ -445,7 +448,7 @@ class RankStage:
             device=self.device,
         )
         if self._patience and layer == self.model.num_layers - 1:
-            held.held_out = HeldOutLosses(self._patience)
+            held.held_out = HeldOutLosses(self._patience, held_out_id=self._held_out_id)
         return held
 
     def _add(self, held: HeldLayer) -> None:

@@ -11,7 +11,7 @@ each layer is still known, except that of a layer whose optimizer step raised, w
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,7 +27,6 @@ from planaria.checkpoint.disk.tiers import tier_of
 from planaria.checkpoint.disk.time_limits import with_time_limit
 from planaria.checkpoint.memory.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, decode_vector, vector_layout
-from planaria.core.job import TrainingConfig
 from planaria.core.messages import (
     EpochReady,
     IterationDone,
@@ -41,6 +40,7 @@ from planaria.core.messages import (
     WorkerReady,
 )
 from planaria.core.plan import Plan
+from planaria.core.samples import held_out_id
 from planaria.core.specs import NodeSpec
 from planaria.data.batches import check_num_samples
 from planaria.data.prefetch import LoaderStart, Prefetch
@@ -57,7 +57,7 @@ from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, Rank
 from planaria.engine.iteration.groups import iteration_peers
 from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
 from planaria.engine.iteration.memory_peaks import TensorPeak, memory_peak
-from planaria.engine.optimizer import clip_scale, learning_rate
+from planaria.engine.optimizer import clip_scale, learning_rate, parts_to_step
 from planaria.engine.part_writing import save_part
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
@@ -161,8 +161,14 @@ class Worker:
         self._evaluation = load_evaluation(
             self._job, self._dataset, spec.num_samples.held_out, model=model, cache_directory=cache
         )
-        training, patience = self._job.training, self._job.evaluation.patience
-        self._stage = RankStage(model, training=training, device=device, patience=patience)
+        evaluation = self._job.evaluation
+        self._stage = RankStage(
+            model,
+            training=self._job.training,
+            device=device,
+            patience=evaluation.patience,
+            held_out_id=held_out_id(evaluation.data_name, spec.num_samples.held_out),
+        )
         self._tensors = TensorPeak(self._stage)
         self._peak = memory_peak(device)
         self._layout = vector_layout(self._job, model.num_layers)
@@ -583,18 +589,3 @@ class Worker:
                 evaluated=self._evaluation.take_results(age) if self._evaluation else (),
             )
         )
-
-
-def parts_to_step(
-    layers: Iterable[int], is_copied: Callable[[int], bool], training: TrainingConfig
-) -> list[list[int]]:
-    """The layers in parts, each for one optimizer step, in the order in which they should step.
-
-    In fast mode all that no copy holds back are one part, the first, and each other one is a part.
-    In deterministic mode each layer is one, so a step that raises costs no other layer.
-    """
-    free: list[int] = []
-    others: list[int] = []
-    for layer in layers:
-        (others if training.deterministic or not is_copied(layer) else free).append(layer)
-    return [*([free] if free else []), *([layer] for layer in others)]

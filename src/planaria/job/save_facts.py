@@ -16,6 +16,7 @@ from planaria.core.specs import Prepared
 HAS_OWN_TOKENS: Final = "has_own_tokens"
 TOKENIZER_FILE: Final = "tokenizer_file"
 _NUM_SAMPLES: Final = "num_samples"
+_HELD_OUT: Final = "held_out"
 # Keys of a model's configuration that say where it came from, and not what it computes.
 _LABELS: Final = ("transformers_version", "_name_or_path", "architectures")
 
@@ -66,7 +67,15 @@ def save_facts(config: JobConfig, prepared: Prepared) -> dict[str, Any]:
         HAS_OWN_TOKENS: prepared.has_own_tokens,
         TOKENIZER_FILE: prepared.tokenizer_file,
         _NUM_SAMPLES: prepared.num_samples.data,
+        _HELD_OUT: _held_out_text(config, prepared),
     }
+
+
+def _held_out_text(config: JobConfig, prepared: Prepared) -> str:
+    """What the held-out data are whose losses end training; "": none do."""
+    evaluation, number = config.evaluation, prepared.num_samples.held_out
+    ends = evaluation.patience and number  # An import does not read the data.
+    return f"{evaluation.data_name} with {number} samples" if ends else ""
 
 
 def changes_texts(
@@ -80,11 +89,17 @@ def changes_texts(
         saved: facts that the save has on its job; an older one lacks some.
     """
     texts = []
-    before, now = saved.get(_NUM_SAMPLES, 0), prepared.num_samples.data
-    if before and now != before:
+    number, now = saved.get(_NUM_SAMPLES, 0), prepared.num_samples.data
+    if number and now != number:
         texts.append(
-            f"the data have {now} samples, and had {before} when the checkpoint was saved: from "
+            f"the data have {now} samples, and had {number} when the checkpoint was saved: from "
             "here on samples come in another order, so that some are repeated and others left out"
+        )
+    held_out, before = _held_out_text(config, prepared), saved.get(_HELD_OUT, "")
+    if held_out and before and held_out != before:
+        texts.append(
+            f"held-out data are {held_out}, and were {before} when the checkpoint was saved: "
+            "evaluation.patience counts anew, without the losses of those"
         )
     target = saved.get(MODEL_FACTS, {}).get("model", {}).get("target", "")
     if target != config.model.target and MODEL_FACTS in saved:

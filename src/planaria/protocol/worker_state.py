@@ -448,15 +448,27 @@ class HeldOutLosses:
 
     Args:
         patience: number of evaluations in a row that are no better, after which training ends.
+        held_out_id: number that tells the held-out data from others.
 
     Attributes:
         counted: the two numbers.
     """
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: int, *, held_out_id: int) -> None:
         self._patience = patience
+        self._held_out_id = held_out_id
         self.counted: tuple[float, float] = inf, 0
         self._newest = -1, inf
+
+    def state(self) -> tuple[float, ...]:
+        """The numbers that are saved with the layer."""
+        return *self.counted, float(self._held_out_id)
+
+    def load(self, state: Sequence[float]) -> None:
+        """Takes the numbers of a save; losses of other held-out data say nothing, and count not."""
+        lowest, num_worse, *ids = state
+        is_same = not ids or ids == [self._held_out_id]  # Older saves do not say of which they are.
+        self.counted = (lowest, num_worse) if is_same else (inf, 0)
 
     def note(self, loss: float | None, *, age: int) -> None:
         """Notes the loss of layers of this age; None: it is not a number, and so not lower."""
