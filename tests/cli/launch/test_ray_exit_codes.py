@@ -9,186 +9,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
 from helpers.command import wait_for
 from helpers.exit_codes import FAKE_PLANARIA, ROOT, TABLE, fake_scheduler, is_again, num_starts
+from helpers.fake_ray import ActorLost, FakeMachine, FakeRef, RayFailed, current_node, fake_ray
 from helpers.fake_scheduler import FakeScheduler
 from planaria.nodes.machine import EXIT_AGAIN
 
 CLUSTERS: Final = ROOT / "examples" / "clusters"
-NO_RANK: Final = 1000  # Of a call that is no run; all of these end before the runs do.
 
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     return fake_scheduler(tmp_path / "fakes", monkeypatch)
-
-
-class RayFailed(Exception):
-    """When Ray cannot say what a call returned, as where memory ran out."""
-
-
-class ActorLost(RayFailed):
-    """When the machine of an actor is lost."""
-
-
-class FakeRef:
-    """A call of an actor's method, made when its result is first asked for."""
-
-    def __init__(self, call: Callable[[], Any], rank: int) -> None:
-        self._call = call
-        self._result: Future[Any] = Future()
-        self.rank = rank
-        self.has_ended = False
-
-    def get(self) -> Any:
-        """The result, or the error, which is the same each time."""
-        if not self._result.done():
-            try:
-                self._result.set_result(self._call())
-            except RayFailed as error:
-                self._result.set_exception(error)
-        return self._result.result()
-
-
-class FakeMethod:
-    """A method of an actor; a run has a rank."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-
-    def options(self, **_: str) -> "FakeMethod":
-        return self
-
-    def remote(self, *arguments: Any) -> FakeRef:
-        is_run = self._method.__name__ == "run"
-        return FakeRef(lambda: self._method(*arguments), arguments[1] if is_run else NO_RANK)
-
-
-class FakeActor:
-    """A handle of an actor."""
-
-    def __init__(self, instance: Any) -> None:
-        self._instance = instance
-
-    def __getattr__(self, name: str) -> FakeMethod:
-        return FakeMethod(getattr(self._instance, name))
-
-
-class FakeMachine:
-    """An actor that is where its test says, and whose runs end as its test says.
-
-    Attributes:
-        run_of: what a run of a rank returns; one that ends with ActorLost is made again here.
-    """
-
-    run_of: Callable[[int], int] = staticmethod(lambda _: 0)
-
-    def place(self, _: int) -> tuple[str, str, bool]:
-        return f"node of {id(self)}", "127.0.0.1", False
-
-    def run(self, _: int, rank: int, __: str) -> int:
-        return type(self).run_of(rank)
-
-
-class FakeGroup:
-    """A placement group that is there at once."""
-
-    def __init__(self, bundles: list[dict[str, int]], strategy: str = "PACK") -> None:
-        self.bundles = bundles
-        self.strategy = strategy
-
-    def ready(self) -> FakeRef:
-        return FakeRef(lambda: self, NO_RANK)
-
-
-def fake_wait(
-    refs: list[FakeRef],
-    *,
-    head_ends_last: bool,
-    num_returns: int = 1,
-    timeout: float | None = None,
-) -> tuple[list[FakeRef], list[FakeRef]]:
-    """The calls that have ended, those of the highest ranks first, and the other ones.
-
-    Args:
-        head_ends_last: whether the head ends once nothing else is waited for, or nothing else would
-            be seen to end; else all end at the same time.
-    """
-    assert 0 < num_returns <= len(refs)
-    ended = sorted(refs, key=lambda ref: ref.rank, reverse=True)
-    if head_ends_last and ended[-1].rank == 0 and not ended[-1].has_ended:
-        if len(ended) > 1 or timeout is not None:
-            ended.pop()
-        else:
-            ended[-1].has_ended = True
-    assert num_returns <= len(ended) or timeout is not None, "it would wait for ever"
-    return ended[:num_returns], [ref for ref in refs if ref not in ended[:num_returns]]
-
-
-def fake_ray(
-    monkeypatch: pytest.MonkeyPatch,
-    draining: Callable[[], dict[str, int]] = dict,
-    *,
-    head_ends_last: bool = True,
-) -> list[dict[str, Any]]:
-    """Puts a module in the place of ray; returns the options with which actors will be started.
-
-    Args:
-        draining: returns what is drained; this machine is "here".
-        head_ends_last: as for `fake_wait`.
-    """
-    started: list[dict[str, Any]] = []
-    num_asked = itertools.count()
-    ray, util = ModuleType("ray"), ModuleType("ray.util")
-    groups, strategies = (ModuleType(f"ray.util.{n}") for n in ("placement_group", "strategies"))
-
-    def remote(**options: Any) -> Callable[[type], Any]:
-        started.append(options)
-        return lambda cls: type("Remote", (), {"remote": staticmethod(lambda: FakeActor(cls()))})
-
-    ray.__dict__.update(
-        util=util,
-        init=lambda: None,
-        remote=remote,
-        get=FakeRef.get,
-        wait=partial(fake_wait, head_ends_last=head_ends_last),
-        exceptions=type("exceptions", (), {"RayError": RayFailed, "RayActorError": ActorLost}),
-        get_runtime_context=lambda: SimpleNamespace(
-            get_node_id=lambda: "here", get_job_id=lambda: "0a000000"
-        ),
-        _private=SimpleNamespace(
-            state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=draining))
-        ),
-    )
-
-    def address() -> str:
-        if next(num_asked) % 2 == 0:  # Ray has not replaced the machine yet, or none is there yet.
-            raise ActorLost
-        return "127.0.0.1"
-
-    util.__dict__.update(get_node_ip_address=address)
-    groups.__dict__.update(placement_group=FakeGroup, PlacementGroup=FakeGroup)
-    strategies.__dict__.update(
-        PlacementGroupSchedulingStrategy=lambda group, **index: (group, index)
-    )
-    modules = {
-        "ray": ray,
-        "ray.util": util,
-        "ray.util.placement_group": groups,
-        "ray.util.scheduling_strategies": strategies,
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return started
 
 
 @pytest.mark.parametrize(("code", "head", "other"), TABLE)
@@ -294,6 +132,45 @@ def test_a_run_whose_actor_cannot_be_reached_for_a_moment_is_not_made_twice(
     assert num_starts(fakes, rank) == 1
 
 
+@pytest.mark.parametrize(("num_min", "is_moved"), [(2, True), (4, False)])
+def test_another_machine_gets_the_head_if_ray_has_no_room_for_its_own(
+    num_min: int, is_moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program waited for ever for the address of the first machine, and the others, which had
+    ended for want of a head, were not started again. Too few machines wait."""
+    started = fake_ray(monkeypatch, head_ends_last=False)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    runs: list[tuple[int, str]] = []
+    num_waits = itertools.count()
+    wait = sys.modules["ray"].wait
+
+    def end(rank: int) -> int:
+        runs.append((rank, current_node()))
+        if len(runs) > 4:
+            return 0
+        if rank:
+            return 3
+        group, index = started[0]["scheduling_strategy"]
+        group.node_ids[index] = ""
+        raise ActorLost
+
+    def find_room(refs: list[FakeRef], **options: Any) -> object:
+        if next(num_waits) == 20:
+            group, index = started[0]["scheduling_strategy"]
+            group.node_ids[index] = "another"
+        return wait(refs, **options)
+
+    monkeypatch.setattr(sys.modules["ray"], "wait", find_room)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    settings = {"MIN_MACHINES": num_min, "PAUSE_S": 0.0, "AWAY_S_MAX": 0.0}
+    program["main"].__globals__.update(settings, Machine=FakeMachine)
+
+    assert program["main"]() == 0
+    assert sorted(rank for rank, _ in runs[:4]) == [0, 1, 2, 3]
+    [head] = [node for rank, node in runs[4:] if rank == 0]
+    assert (head != "another") == is_moved
+
+
 def test_a_machine_of_ray_that_can_start_no_process_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -338,7 +215,7 @@ def test_many_machines_of_ray_that_end_at_once_are_started_again_after_one_pause
 
     monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
     monkeypatch.setattr(sys.modules["ray"], "wait", note_ranks)
-    clock = SimpleNamespace(sleep=pauses.append)
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
     program["main"].__globals__.update(MAX_MACHINES=100, Machine=FakeMachine, time=clock)
 
     assert program["main"]() == 0

@@ -44,6 +44,7 @@ DIRECTORY = os.getcwd()
 RESTARTS_MAX = 20
 PAUSE_S = 10.0
 PAUSE_S_MAX = 300.0  # Of a machine that is unfit each time that it is asked.
+AWAY_S_MAX = 60.0  # Of the head's machine, before another one gets the head.
 POLL_S = 5.0  # Between two looks whether Ray drains the machine.
 AGAIN = 75  # The exit code that says: start this again.
 
@@ -183,18 +184,35 @@ class Job:
         self._members += [Member(placement_group([BUNDLE]), 0) for _ in range(num_more)]
         self._num_starts = 0  # Of the head, which is on the first of the members.
         self._code = 3  # Of the head's newest run; 3: Ray has lost it.
+        self._away_s = time.monotonic()  # Since then the first one is away, if it is.
 
     def run(self) -> int:
         """Runs the job; returns the exit code of the machine with the head."""
         while True:
+            self._move_head()
             self._start_calls()
             if self._members[0].is_done:
                 return self._code
-            if self._end_calls(timeout_s=None):
+            if self._end_calls(timeout_s=None if self._members[0].node_id else PAUSE_S):
                 # If the job ended unfinished, all others end now. One pause is for all of them:
                 # nobody waits for the head as long as a pause for each takes.
                 time.sleep(PAUSE_S)
                 self._end_calls(timeout_s=0.0)
+
+    def _move_head(self) -> None:
+        """Makes another machine the first one if Ray has had no room for that one for long.
+
+        Nodes that find no head end; then one of their machines has it, if they are enough for the
+        job.
+        """
+        head = self._members[0]
+        there = [member for member in self._members if member.node_id and not member.is_done]
+        idle = [member for member in there if not member.is_running]
+        is_late = time.monotonic() - self._away_s >= AWAY_S_MAX
+        if not head.node_id and is_late and len(there) >= MIN_MACHINES and idle:
+            print(f"Ray has no room for the head; it moves to {idle[0].address}", flush=True)
+            index = self._members.index(idle[0])
+            self._members[0], self._members[index] = idle[0], head
 
     def _start_calls(self) -> None:
         """Asks where machines are, and starts runs on those that have said so, the head's first."""
@@ -244,6 +262,7 @@ class Job:
             member.is_done = not is_again(code)
         if member is self._members[0]:
             self._code = 3 if code is None else code
+            self._away_s = time.monotonic() if member.node_id else self._away_s
         member.node_id = ""
         return not member.is_done
 
