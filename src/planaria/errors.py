@@ -3,6 +3,7 @@
 PlanariaError
 |-- ConfigError          the user's mistake: exit code 2
 |   `-- DivergedError    training diverged
+|-- DoneError            the job that somebody starts again is done: exit code 0
 |-- InfeasibleError      no plan satisfies what is asked for; callers turn it into a ConfigError
 |-- InsufficientError    too few nodes or copies are left to go on: exit code 3
 |-- TrainingError        the user's code raised, or workers failed again and again: exit code 1
@@ -50,6 +51,10 @@ class ConfigError(PlanariaError):
 
 class DivergedError(ConfigError):
     """When a loss or a gradient norm is not finite any more."""
+
+
+class DoneError(PlanariaError):
+    """When a job that is started again by the same command has nothing left to train."""
 
 
 class Limit(Enum):

@@ -115,12 +115,14 @@ class ReturningMachine:
     Attributes:
         address: address of the head; None: it does not listen yet.
         is_told: whether it was told that the job is over; None: its connection has not ended.
+        is_done: whether it was told that the job is done.
         display: display to give to the head's job.
     """
 
     def __init__(self) -> None:
         self.address: Address | None = None
         self.is_told: bool | None = None
+        self.is_done = False
         self.display = NoteDisplay(self._on_note)
         self._thread: threading.Thread | None = None
 
@@ -132,7 +134,9 @@ class ReturningMachine:
             self._thread.start()
 
     async def _serve(self, address: Address) -> None:
-        self.is_told = await is_told_the_end(await come_back(address))
+        line = await come_back(address)
+        self.is_told = await is_told_the_end(line)
+        self.is_done = any(isinstance(each, JobOver) and each.is_done for each in line.heard)
 
     def join(self) -> None:
         """Waits until its connection has ended."""

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from helpers.command import PACED, assert_mistake, command
-from helpers.left_runs import LISTENING, left_job
+from helpers.left_runs import LISTENING, ReturningMachine, left_job
+from planaria.checkpoint.disk.parts import EpochMark, RunPlace
+from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.core.job import JobConfig
+from planaria.errors import DoneError
 from planaria.job import on_machines
+from planaria.job.config import load_job
 from planaria.job.on_machines import open_head
-from planaria.job.training_job import HEAD_PRELOAD
+from planaria.job.save_facts import fingerprint
+from planaria.job.training_job import HEAD_PRELOAD, Job
 from planaria.nodes.head.remote.platforms import LostMachine, Platform
 from planaria.transport.credentials import write_credentials
 
@@ -65,6 +72,50 @@ class NoPlatform:
 
     def cancel_requests(self) -> None:
         """Nothing was asked for."""
+
+
+def save_all_iterations(config: JobConfig) -> None:
+    """Makes the last save of a job."""
+    tier, iteration = tier_of(config.checkpoint.directory), config.training.iterations
+    layers = (tier.write_layer(iteration, 0, 0, {"parameter/w": np.zeros(3, np.float32)}),)
+    job = dict(fingerprint(config))
+    tier.publish(Manifest(iteration=iteration, epoch=0, job=job, layers=layers))
+
+
+def test_a_job_that_is_done_ends_with_0_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's machine was lost between the last save and the exit code: a launcher reported a
+    trained job as a mistake, and on Kubernetes ended it as failed."""
+    monkeypatch.setattr(on_machines, "_DONE_S", 0.0)
+    token, saves = tmp_path / "token", f"checkpoint.directory={tmp_path / 'saves'}"
+    write_credentials(token)
+    save_all_iterations(load_job(PACED, overrides=[saves]))
+    options = ("--listen", "127.0.0.1:0", "--token-file", str(token), "--set", saves)
+
+    again = command("train", str(PACED), *options, "--resume-if-saved")
+    by_hand = command("train", str(PACED), *options, "--resume")
+
+    assert (again.exit_code, by_hand.exit_code) == (0, 2)
+    assert "the job is done" in again.stderr
+    assert_mistake(by_hand, "training.iterations")
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_machines_of_a_job_that_is_done_are_told_so(tmp_path: Path, has_parts: bool) -> None:
+    """Also where nodes of the lost head may have saved by themselves: that can be no newer, and no
+    machine need be ready to train."""
+    job, machine = left_job(tmp_path / "saves"), ReturningMachine()
+    save_all_iterations(job)
+    if has_parts:
+        place = RunPlace(tier_of(job.checkpoint.directory).storage, "run-000001-a1")
+        place.write_mark(EpochMark(epoch=0, nodes=(0,), job=dict(fingerprint(job))))
+    listening = replace(LISTENING, reattaches=False, may_begin=True)
+    with pytest.raises(DoneError):
+        Job(job).run(resume=True, listening=listening, display=machine.display)
+    machine.join()
+
+    assert machine.is_done
 
 
 def test_machines_that_are_asked_for_find_the_head_where_its_user_says(

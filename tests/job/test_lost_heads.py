@@ -17,7 +17,7 @@ from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RankPart, RunP
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.job import CheckpointConfig, JobConfig
 from planaria.core.specs import Prepared
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, DoneError
 from planaria.job import lost_heads
 from planaria.job.lost_heads import (
     call_nodes,
@@ -113,6 +113,19 @@ def test_a_scheduler_starts_a_job_again_with_the_command_of_its_first_start(tmp_
     starts.append(left.start(may_begin=True))
 
     assert starts == [-1, 10]
+
+
+def test_a_job_that_is_done_is_no_mistake_of_the_scheduler_that_starts_it_again(
+    left: Left,
+) -> None:
+    """Its head's machine was lost between the last save and the exit code. Who writes --resume
+    himself wants to train on."""
+    left.save(left.config.training.iterations)
+
+    with pytest.raises(DoneError, match=r"the job is done: its save in .* has"):
+        left.start(may_begin=True)
+    with pytest.raises(ConfigError, match="set a larger number to train on"):
+        left.start()
 
 
 def test_a_scheduler_begins_no_job_anew_whose_saves_are_all_damaged(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from planaria.core.specs import Prepared
 from planaria.errors import CheckpointError, ConfigError, UnwritableError
 from planaria.job import places
 from planaria.job.config import job_from_dict, load_job
-from planaria.job.places import find_start
+from planaria.job.places import find_start, starting_point
 from planaria.job.planning import (
     ACTION_S_MIN,
     cache_directory,
@@ -27,7 +27,6 @@ from planaria.job.planning import (
     plan_job,
     read_profile,
     short_actions_text,
-    starting_point,
 )
 from planaria.job.save_facts import fingerprint
 from planaria.profiles.profile_json import encode_profile

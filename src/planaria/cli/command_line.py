@@ -14,7 +14,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from planaria.checkpoint.disk.storage import absolute_path
-from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
+from planaria.errors import (
+    CheckpointError,
+    ConfigError,
+    DoneError,
+    InsufficientError,
+    TrainingError,
+)
 from planaria.job.checks import name_refusals
 from planaria.nodes.output import Outlet, finish, unfailing
 
@@ -56,6 +62,8 @@ def exit_codes() -> Iterator[None]:
     traceback_lines: tuple[str, ...] = ()
     try:
         yield
+    except DoneError as error:
+        text, code = str(error), 0
     except ConfigError as error:
         text, code = str(error), 2
     except TrainingError as error:

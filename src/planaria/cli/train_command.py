@@ -86,8 +86,8 @@ ResumeIfSaved = Annotated[
     bool,
     typer.Option(
         "--resume-if-saved",
-        help="With --listen: go on as --resume does, or begin if nothing is saved; for whoever "
-        "starts the same command again.",
+        help="With --listen: go on as --resume does, or begin if nothing is saved, or end with 0 "
+        "if all iterations are; for whoever starts the same command again.",
     ),
 ]
 Operator = Annotated[

@@ -22,7 +22,7 @@ from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.machine_messages import JobOffered
 from planaria.core.specs import Prepared, PrepareRequest
-from planaria.errors import ConfigError, InsufficientError, TrainingError
+from planaria.errors import ConfigError, DoneError, InsufficientError, TrainingError
 from planaria.job.lost_heads import (
     ANY_HOST,
     call_nodes,
@@ -32,10 +32,11 @@ from planaria.job.lost_heads import (
     reachable_addresses,
 )
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
-from planaria.job.places import find_start
+from planaria.job.places import check_not_done, find_start
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import is_in_use, left_directories
+from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.remote.kind_speeds import Kind
 from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machine_operator import MachineOperator
@@ -59,6 +60,7 @@ from planaria.transport.sockets import Address, address_text
 # A node ends itself once its lease and its patience are over. Before that, a machine notices within
 # as long again as its lease that a head is lost, and needs a few seconds to find the next one.
 _TAKE_UP_LEASES, _TAKE_UP_S = LIVING_LEASES, 5.0
+_DONE_S = 10.0  # Time for machines that are started with the head, or look for it, to come.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +389,7 @@ def new_run(
 
     Raises:
         ConfigError, TrainingError, InsufficientError: the same as in `gather`.
+        DoneError: the job was started again, and has nothing left to train.
     """
     may_begin = listening.may_begin
     find = partial(find_start, config, resume=resume, may_begin=may_begin, note=note)
@@ -394,7 +397,10 @@ def new_run(
     left = newest_parts(config) if resume else ""
     if left:
         head.runner.run(call_nodes(head, config, run=left))
-    start = Start() if left else find()
+    with _awaiting_machines_of_done_job(head, listening):
+        if left and may_begin:
+            check_not_done(config)
+        start = Start() if left else find()
     show_step(f"waiting for {count_text(listening.nodes_min, 'machine')}")
     config, prepared = gather(head, config, listening)
     if left:
@@ -409,6 +415,18 @@ def new_run(
         parts=parts,
         digests=head.machines.checks.digests,
     )
+
+
+@contextmanager
+def _awaiting_machines_of_done_job(head: OpenHead, listening: Listening) -> Iterator[None]:
+    """Lets machines come for a while if the job is done, so that they are told, and end."""
+    try:
+        yield
+    except DoneError:
+        machines, num_nodes = head.machines, listening.nodes_min
+        have_come = wait_until(lambda: len(machines.connected) >= num_nodes, timeout_s=_DONE_S)
+        head.runner.run(have_come)
+        raise
 
 
 def num_first_nodes(num_ready: int, cluster: ClusterConfig, listening: Listening) -> int:

@@ -8,9 +8,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.storage import Storage, is_url
-from planaria.checkpoint.disk.tiers import Start, tier_of
+from planaria.checkpoint.disk.tiers import (
+    UNPUBLISHED,
+    Manifest,
+    Start,
+    Tier,
+    newest_complete,
+    tier_of,
+)
 from planaria.checkpoint.disk.time_limits import (
     LOOK_TIMEOUT_S,
     answer_in_time,
@@ -18,9 +27,9 @@ from planaria.checkpoint.disk.time_limits import (
     with_time_limit,
 )
 from planaria.core.job import JobConfig
-from planaria.errors import CheckpointError, ConfigError, LateError
+from planaria.errors import CheckpointError, ConfigError, DoneError, LateError
 from planaria.job.lost_heads import assemble_parts
-from planaria.job.planning import skipped_texts, starting_point
+from planaria.job.save_facts import differences, fingerprint
 from planaria.nodes.head.journal_place import journal_place, other_journal_place
 
 logger = logging.getLogger(__name__)
@@ -92,6 +101,7 @@ def find_start(
     Raises:
         ConfigError: see `starting_point`; or the disk or store does not answer, or no save could be
             completed in the store.
+        DoneError: see `starting_point`.
     """
     checkpoint = config.checkpoint
     tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
@@ -103,6 +113,129 @@ def find_start(
         for text in skipped_texts(tier, manifest) if manifest else ():
             note(text)
         return Start(manifest, tier.next_epoch())
+
+
+def check_not_done(config: JobConfig) -> None:
+    """Looks whether a job that is started again has anything left to train.
+
+    What nodes of a lost head have saved by themselves can be no newer than a save of all
+    iterations, so no machine need be waited for.
+
+    Raises:
+        DoneError: it has not.
+        ConfigError: the save is of another job, or the disk or store does not answer.
+    """
+    checkpoint = config.checkpoint
+    tier = with_time_limit(tier_of(checkpoint.directory), timeout_s=checkpoint.timeout_s)
+    with _answering_in_time(config):
+        try:
+            manifest = tier.newest()
+        except LateError:
+            raise
+        except CheckpointError:  # It is told once machines are there.
+            return
+        if manifest is not None:
+            _check_same_job(config, manifest)
+            _check_iterations_left(config, manifest, may_begin=True)
+
+
+def starting_point(
+    config: JobConfig, tier: Tier, *, resume: bool, may_begin: bool = False
+) -> Manifest | None:
+    """The checkpoint to go on from; None for a fresh start.
+
+    Args:
+        may_begin: whether a job that is to resume begins anew if no checkpoint was ever finished.
+
+    Raises:
+        ConfigError: there is no checkpoint to resume from, it belongs to another job, or a fresh
+            start would mix with it. Or a version cannot be read now, and might later be taken for
+            the newest.
+        DoneError: the job may begin anew, and has all its iterations there.
+        LateError: the disk or store does not answer.
+    """
+    directory = config.checkpoint.directory
+    try:
+        versions = tier.versions()
+        manifest = newest_complete(versions)
+    except LateError:
+        raise
+    except CheckpointError as error:
+        remedy = f"{error}; start again when it can be read"
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
+    if not resume:
+        if manifest is not None:
+            raise ConfigError(
+                "checkpoint.directory",
+                directory,
+                f"it holds a checkpoint of iteration {manifest.iteration}; go on from it "
+                "with --resume (resume=True in Python), or name another directory",
+            )
+        return None
+    if manifest is None:
+        unusable = [each for each in versions if each.reason != UNPUBLISHED]
+        if may_begin and not unusable:
+            return None
+        option = "--resume-if-saved" if may_begin else "--resume"
+        first = next(iter((*unusable, *versions)), None)
+        why = f" ({first.name}: {first.reason})" if first else ""
+        remedy = (
+            f"it holds no complete checkpoint to resume from{why}; leave {option} out to begin anew"
+        )
+        raise ConfigError("checkpoint.directory", directory, remedy)
+    _check_same_job(config, manifest)
+    _check_iterations_left(config, manifest, may_begin=may_begin)
+    return manifest
+
+
+def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
+    directory = config.checkpoint.directory
+    settings = msgspec.to_builtins(fingerprint(config))
+    older = {"decay": "all"}  # What saves mean that do not say it.
+    saved = {key: manifest.job.get(key, older.get(key)) for key in settings}
+    tables = ("model", "data")  # Further keys are those of [training].
+    changed = [
+        (key if key.partition(".")[0] in tables else f"training.{key}", value, old)
+        for key, value, old in differences(settings, saved)
+        if key != "name"
+    ]
+    if changed:
+        (name, value, before), *others = changed
+        more = "".join(f", {key} = {old!r}" for key, _, old in others)
+        remedy = (
+            f"the checkpoint in {directory} was saved with {before!r}{more}; set it as it was, or "
+            "name another checkpoint.directory to begin anew"
+        )
+        raise ConfigError(name, value, remedy)
+
+
+def _check_iterations_left(config: JobConfig, manifest: Manifest, *, may_begin: bool) -> None:
+    """Refuses a job that has all its iterations, unless somebody starts it again and again."""
+    iterations = config.training.iterations
+    if manifest.iteration < iterations:
+        return
+    if may_begin:
+        text = (
+            f"the job is done: its save in {config.checkpoint.directory} has {manifest.iteration} "
+            "iterations; set a larger training.iterations to train on"
+        )
+        raise DoneError(text)
+    remedy = (
+        f"the checkpoint already has {manifest.iteration} iterations; set a larger number to train "
+        "on"
+    )
+    raise ConfigError("training.iterations", iterations, remedy)
+
+
+def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
+    """Notices of the versions that are newer than the checkpoint to go on from, but incomplete."""
+    newest = (manifest.iteration, manifest.epoch)
+    return tuple(
+        f"{tier.storage.where(version.name)} is not complete ({version.reason}), so the "
+        f"job goes on from {tier.where(*newest)}"
+        for version in tier.versions()
+        if (version.iteration, version.epoch) > newest
+    )
 
 
 def _check_store(storage: Storage, note: Callable[[str], None]) -> None:

@@ -1,8 +1,7 @@
 """Prepares and plans a job before any node starts.
 
-`starting_point` checks the checkpoint directory. `prepare` has a forked process look at model, data
-and profile. `plan_job` turns the result into templates, a plan, and the time and memory that the
-estimator predicts for the plan.
+`prepare` has a forked process look at model, data and profile. `plan_job` turns the result into
+templates, a plan, and the time and memory that the estimator predicts for the plan.
 """
 
 import os
@@ -15,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Start, Tier, newest_complete
+from planaria.checkpoint.disk.tiers import Manifest, Start
 from planaria.core.job import JobConfig
 from planaria.core.plan import (
     ModelProfile,
@@ -28,12 +27,10 @@ from planaria.core.plan import (
 )
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import (
-    CheckpointError,
     ConfigError,
     FeasibleValue,
     InfeasibleError,
     InsufficientError,
-    LateError,
     Limit,
     TrainingError,
 )
@@ -41,7 +38,7 @@ from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
 from planaria.job.machine_kinds import plan_for_kinds
 from planaria.job.predictions import prediction
-from planaria.job.save_facts import changes_texts, differences, fingerprint
+from planaria.job.save_facts import changes_texts
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import PlanCatalog, best_plan, plan_catalog
 from planaria.planner.problem import Problem, batch_error
@@ -120,64 +117,6 @@ def fork_server(
     return ForkServer(preload, path=search_path, output=output)
 
 
-def starting_point(
-    config: JobConfig, tier: Tier, *, resume: bool, may_begin: bool = False
-) -> Manifest | None:
-    """The checkpoint to go on from; None for a fresh start.
-
-    Args:
-        may_begin: whether a job that is to resume begins anew if no checkpoint was ever finished.
-
-    Raises:
-        ConfigError: there is no checkpoint to resume from, it belongs to another job, or a fresh
-            start would mix with it. Or a version cannot be read now, and might later be taken for
-            the newest.
-        LateError: the disk or store does not answer.
-    """
-    directory = config.checkpoint.directory
-    try:
-        versions = tier.versions()
-        manifest = newest_complete(versions)
-    except LateError:
-        raise
-    except CheckpointError as error:
-        remedy = f"{error}; start again when it can be read"
-        raise ConfigError("checkpoint.directory", directory, remedy) from error
-    if not resume:
-        if manifest is not None:
-            raise ConfigError(
-                "checkpoint.directory",
-                directory,
-                f"it holds a checkpoint of iteration {manifest.iteration}; go on from it "
-                "with --resume (resume=True in Python), or name another directory",
-            )
-        return None
-    if manifest is None:
-        unusable = [each for each in versions if each.reason != UNPUBLISHED]
-        if may_begin and not unusable:
-            return None
-        option = "--resume-if-saved" if may_begin else "--resume"
-        first = next(iter((*unusable, *versions)), None)
-        why = f" ({first.name}: {first.reason})" if first else ""
-        remedy = (
-            f"it holds no complete checkpoint to resume from{why}; leave {option} out to begin anew"
-        )
-        raise ConfigError("checkpoint.directory", directory, remedy)
-    _check_same_job(config, manifest)
-    return manifest
-
-
-def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
-    """Notices of the versions that are newer than the checkpoint to go on from, but incomplete."""
-    newest = (manifest.iteration, manifest.epoch)
-    return tuple(
-        f"{tier.storage.where(version.name)} is not complete ({version.reason}), so the "
-        f"job goes on from {tier.where(*newest)}"
-        for version in tier.versions()
-        if (version.iteration, version.epoch) > newest
-    )
-
-
 def _check_same_layers(config: JobConfig, manifest: Manifest | None, num_layers: int) -> None:
     """Refuses a model of other layers than the save's, before a rank looks for them in vain."""
     num_saved = len(manifest.layers) if manifest else 0
@@ -187,34 +126,6 @@ def _check_same_layers(config: JobConfig, manifest: Manifest | None, num_layers:
             f"{num_saved}; give the model that was saved, or begin anew in another directory"
         )
         raise ConfigError("model", config.model.target or config.model.path, remedy)
-
-
-def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
-    directory = config.checkpoint.directory
-    settings = msgspec.to_builtins(fingerprint(config))
-    older = {"decay": "all"}  # What saves mean that do not say it.
-    saved = {key: manifest.job.get(key, older.get(key)) for key in settings}
-    tables = ("model", "data")  # Further keys are those of [training].
-    changed = [
-        (key if key.partition(".")[0] in tables else f"training.{key}", value, old)
-        for key, value, old in differences(settings, saved)
-        if key != "name"
-    ]
-    if changed:
-        (name, value, before), *others = changed
-        more = "".join(f", {key} = {old!r}" for key, _, old in others)
-        remedy = (
-            f"the checkpoint in {directory} was saved with {before!r}{more}; set it as it was, or "
-            "name another checkpoint.directory to begin anew"
-        )
-        raise ConfigError(name, value, remedy)
-    if manifest.iteration >= config.training.iterations:
-        raise ConfigError(
-            "training.iterations",
-            config.training.iterations,
-            f"the checkpoint already has {manifest.iteration} iterations; set a larger "
-            "number to train on",
-        )
 
 
 def cache_directory() -> str:

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
+from planaria.core.kinds import Ending
 from planaria.core.records import AgentEnded, Ended
+from planaria.errors import DoneError
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.head.remote.cluster_examination import examine_machines
 from planaria.nodes.head.remote.machine_operator import MachineOperator
@@ -167,7 +169,7 @@ class OpenHead:
         traceback: TracebackType | None,
     ) -> None:
         """Tells the machines that the job is over, unless the launcher has, or the run is kept."""
-        self.runner.run(self.close(None))
+        self.runner.run(self._close_after(error))
         self.leader_sockets.close()
 
     @property
@@ -221,6 +223,16 @@ class OpenHead:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
                 if await answer_of_thread(log.is_taken, name="journal"):
                     self.is_taken = self.keeps_run = True
+
+    async def _close_after(self, error: BaseException | None) -> None:
+        """Closes the port; a job that turned out to be done is so for the machines, too."""
+        ended = None
+        if isinstance(error, DoneError):
+            ended = asyncio.get_running_loop().create_future()
+            text = str(error)
+            done = Ended(ending=Ending.FINISHED, reason=text, failure=None, nodes=(), epoch=0)
+            ended.set_result(done)
+        await self.close(ended)
 
     async def close(self, ended: asyncio.Future[Ended] | None) -> None:
         """Tells the machines how the job has ended, and closes the port. Idempotent.
