@@ -99,6 +99,10 @@ class Logbook:
 
     # -- records ----------------------------------------------------------------------------------
 
+    async def has_members(self) -> bool:
+        """Whether the members of any epoch are on record."""
+        return bool((await self._store.range(f"{self._keys.prefix}{_MEMBERS}/")).entries)
+
     async def read(self) -> Records | None:
         """The newest records; None if the job has not begun."""
         await self._read_piece_keys()

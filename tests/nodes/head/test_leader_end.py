@@ -6,8 +6,8 @@ import random
 import select
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -31,7 +31,15 @@ from planaria.core.messages import (
     Welcome,
     WorkerFailed,
 )
-from planaria.core.records import AgentEnded, Ended, Leading, Progress, ToLauncher, Unrecorded
+from planaria.core.records import (
+    AgentEnded,
+    Beat,
+    Ended,
+    Leading,
+    Progress,
+    ToLauncher,
+    Unrecorded,
+)
 from planaria.errors import AuthenticationError
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader import _Leader
@@ -207,6 +215,26 @@ def test_a_journal_whose_disk_hangs_is_told_and_holds_up_no_end(tmp_path: Path) 
         assert wait_exit(server, pid) == 0
 
 
+@asynccontextmanager
+async def leading_here(
+    spec: LeaderSpec,
+) -> AsyncIterator[tuple[_Leader, socket.socket, tuple[str, int], asyncio.Task[None]]]:
+    """A coordinator in this process, the launcher's end of its connection, the address at which it
+    listens, and the task that ends with it."""
+    ours, theirs = socket.socketpair()
+    lifeline, held = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()[:2]
+    leader = _Leader(spec)
+    with closing(ours), closing(lifeline), closing(held):
+        yield (
+            leader,
+            ours,
+            address,
+            asyncio.create_task(leader.run(listener.detach(), theirs.detach(), lifeline.fileno())),
+        )
+
+
 @pytest.mark.parametrize("is_agent", [False, True])
 def test_a_coordinator_that_another_has_succeeded_only_leaves(
     tmp_path: Path, is_agent: bool
@@ -219,15 +247,7 @@ def test_a_coordinator_that_another_has_succeeded_only_leaves(
 
     async def run() -> None:
         spec = leader_spec(tmp_path, token=TOKEN)
-        leader = _Leader(spec)
-        ours, theirs = socket.socketpair()
-        lifeline, held = socket.socketpair()
-        listener = socket.create_server(("127.0.0.1", 0))
-        address = listener.getsockname()[:2]
-        with closing(ours), closing(lifeline), closing(held):
-            leading = asyncio.create_task(
-                leader.run(listener.detach(), theirs.detach(), lifeline.fileno())
-            )
+        async with leading_here(spec) as (leader, ours, address, leading):
             await asyncio.to_thread(wait_told, ours, Leading, kinds)
             lease_s = spec.job.cluster.lease_s
             await open_logbook(leader._store, spec.job.name, lease_s=lease_s)
@@ -258,14 +278,7 @@ def test_a_coordinator_whose_run_another_head_has_taken_up_records_nothing(
     )
 
     async def run() -> None:
-        ours, theirs = socket.socketpair()
-        lifeline, held = socket.socketpair()
-        listener = socket.create_server(("127.0.0.1", 0))
-        address = listener.getsockname()[:2]
-        with closing(ours), closing(lifeline), closing(held):
-            leading = asyncio.create_task(
-                _Leader(spec).run(listener.detach(), theirs.detach(), lifeline.fileno())
-            )
+        async with leading_here(spec) as (_, ours, address, leading):
             if is_late:
                 await asyncio.to_thread(wait_told, ours, Leading, kinds)
                 second.take()
@@ -284,6 +297,23 @@ def test_a_coordinator_whose_run_another_head_has_taken_up_records_nothing(
     assert Unrecorded in kinds
     assert Ended not in kinds
     assert (Leading in kinds) == is_late
+
+
+def test_a_coordinator_begins_no_run_anew_that_was_taken_up(tmp_path: Path) -> None:
+    """Its journal was moved away, as a message asked for. The nodes that lived were of another term
+    or epoch: none could be told anything, and the job ended as lost, and they with it."""
+    kinds: list[type] = []
+    spec = msgspec.structs.replace(leader_spec(tmp_path, token=TOKEN), is_taken_up=True)
+
+    async def run() -> None:
+        async with leading_here(spec) as (_, ours, _, leading):
+            await asyncio.wait_for(leading, TIMEOUT_S)
+            kinds.extend(messages_so_far(ours))
+
+    for _ in range(2):  # The first one leaves a journal, in which is nothing.
+        asyncio.run(run())
+
+    assert [kind for kind in kinds if kind is not Beat] == [Unrecorded, Unrecorded]
 
 
 def test_as_many_agents_may_wait_for_the_next_coordinator_as_for_the_first(tmp_path: Path) -> None:

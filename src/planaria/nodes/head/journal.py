@@ -586,7 +586,7 @@ def _sync_directory(directory: Path) -> None:
 def _damaged_error(path: Path, num_bytes: int) -> StoreError:
     return StoreError(
         f"{path} is damaged at byte {num_bytes}, which a crash cannot cause; restore the "
-        "file, or move it away to start without it"
+        f"file, or remove {path.parent} and go on from what is saved with --resume"
     )
 
 

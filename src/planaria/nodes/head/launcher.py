@@ -127,7 +127,8 @@ class Launcher:
         )
         self._head = head
         self._nodes: NodeHandles = self._local if head is None else head.machines
-        leader_spec = msgspec.structs.replace(spec.leader, token=token)
+        is_taken_up = head is not None and head.is_taken_up
+        leader_spec = msgspec.structs.replace(spec.leader, token=token, is_taken_up=is_taken_up)
         self._leaders = self._leader_runner(leader_spec, other_journal)
         self._injector = self._made_injector(token, server)
         self._drains = Drains(self._leaders.send, self._job_nodes)
@@ -173,7 +174,6 @@ class Launcher:
             forker=self._local.forker,
             processes=self._processes,
             live_nodes=self._nodes.live_nodes,
-            is_taken_up=self._head is not None and self._head.is_taken_up,
             callbacks=LeaderCallbacks(
                 on_connect=self._repeat_messages,
                 on_message=self._on_message,

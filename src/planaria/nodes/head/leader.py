@@ -239,6 +239,12 @@ class _Leader:
                     "somebody has removed the journal; with --state name a place that "
                     "nobody cleans"
                 )
+            if self._spec.is_taken_up and not await logbook.has_members():
+                raise StoreError(
+                    f"{self._spec.directory} holds no records of the run; put back its journal, or "
+                    "remove the directory and go on with --resume: then nodes that live save what "
+                    "they hold"
+                )
             return logbook
         logbook = await open_logbook(self._store, job.name, lease_s=lease_s, first_term=rescue.term)
         await logbook.adopt(rescue.members, rescue.outcome, rescue.progress)

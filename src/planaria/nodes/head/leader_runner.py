@@ -85,8 +85,6 @@ class LeaderRunner:
     Args:
         spec: spec of the first coordinator.
         live_nodes: nodes whose agents live; changes during the job.
-        is_taken_up: whether the nodes are those of a head before this one. Then nothing is done to
-            them before a coordinator leads, because only that has read the records.
 
     Attributes:
         pid: pid of the newest coordinator; 0: there was none.
@@ -101,7 +99,6 @@ class LeaderRunner:
         processes: JobProcesses,
         live_nodes: Collection[int],
         callbacks: LeaderCallbacks,
-        is_taken_up: bool = False,
     ) -> None:
         self.pid = 0
         self.save_only_reason = ""
@@ -110,7 +107,6 @@ class LeaderRunner:
         self._processes = processes
         self._live_nodes = live_nodes
         self._callbacks = callbacks
-        self._is_taken_up = is_taken_up
         self._ended: asyncio.Future[Ended]
         self._writer: asyncio.StreamWriter | None = None
         self._lost_s = 0.0  # Time at which the coordinator was lost; 0: it is there.
@@ -225,7 +221,7 @@ class LeaderRunner:
 
     def _no_save_reason(self) -> str:
         """Why another coordinator that only saves would be of no use; "": it may be."""
-        if self._is_taken_up and not self._has_led:
+        if self._spec.is_taken_up and not self._has_led:
             return "no coordinator has read the records, and nothing was done to the nodes"
         if self._rescues == RESCUES_MAX:
             return f"{RESCUES_MAX} more coordinators ended before they had saved it"
@@ -316,7 +312,7 @@ class LeaderRunner:
         It is called if the disk refuses the very first records.
         """
         self._processes.kill_coordinator(self.pid)
-        directory = "" if self._is_taken_up else self._callbacks.other_journal()
+        directory = "" if self._spec.is_taken_up else self._callbacks.other_journal()
         if not directory:
             self._callbacks.end(f"{reason}; nothing was trained, and nothing is lost")
             return

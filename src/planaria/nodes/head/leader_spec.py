@@ -49,6 +49,8 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         heeds: whether to keep a connection to the injector.
         injector: address of the injector.
         led_term: term of the last coordinator that has led; -1: none has.
+        is_taken_up: whether the nodes are those of a head before this one. Then nothing is done to
+            them before a coordinator has read its records.
         domains: name of the failure domain of each first node that is in one.
         speeds: speed of each first node whose machine is slower than the profile.
         credentials: contents of the token file, with which agents on other machines connect; None:
@@ -77,6 +79,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     heeds: bool = False
     injector: tuple[str, int] = ("", 0)
     led_term: int = -1
+    is_taken_up: bool = False
     domains: dict[int, str] = {}
     speeds: dict[int, float] = {}
     credentials: Credentials | None = None
