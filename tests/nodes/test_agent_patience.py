@@ -177,6 +177,34 @@ def test_a_coordinator_of_an_older_term_is_left(lifeline_fd: int) -> None:
     with_agent(play, lifeline_fd, patience_s=60.0)
 
 
+def test_coordinators_of_an_older_term_alone_do_not_keep_a_node_from_giving_up(
+    lifeline_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new head was lost for good, and the old one was back. Nodes connected to that again and
+    again, left it each time, and never saved what they held."""
+    ends: list[str] = []
+
+    async def play(lines: asyncio.Queue[Line]) -> None:
+        monkeypatch.setattr(_Agent, "_end_node", lambda *args: end_agent(ends, *args))
+        new = await lines.get()
+        new.tell(Welcome(term=7))
+        new.close()
+        while not ends:
+            with contextlib.suppress(TimeoutError):  # Nobody connects any more.
+                (await asyncio.wait_for(lines.get(), LEASE_S)).tell(Welcome(term=6))
+
+    with_agent(play, lifeline_fd, patience_s=2 * LEASE_S)
+
+    assert "unanswered" in ends[0]
+
+
+def end_agent(ends: list[str], agent: _Agent, reason: str) -> None:
+    """Ends an agent that would end its process, and notes the reason."""
+    ends.append(reason)
+    agent._is_shut_down = True
+    agent._session.cancel()
+
+
 def test_a_coordinator_that_breaks_the_protocol_is_left(lifeline_fd: int) -> None:
     """The node connects again; nothing else happens to it."""
 
@@ -197,12 +225,7 @@ def test_a_node_ends_itself_when_nobody_answered_in_its_patience(
     ends: list[str] = []
 
     async def play(lines: asyncio.Queue[Line]) -> None:
-        def end(agent: _Agent, reason: str) -> None:
-            ends.append(reason)
-            agent._is_shut_down = True
-            agent._session.cancel()
-
-        monkeypatch.setattr(_Agent, "_end_node", end)
+        monkeypatch.setattr(_Agent, "_end_node", lambda *args: end_agent(ends, *args))
         for _ in range(3):
             await lines.get()
 

@@ -71,6 +71,7 @@ from planaria.protocol.agent_lease import (
     AgentLease,
     WatchedAction,
     can_judge_workers,
+    connected_lease,
     first_lease,
     is_given_up,
     is_late,
@@ -80,6 +81,7 @@ from planaria.protocol.agent_lease import (
     meeting_s,
     offset_after,
     reconnect_s,
+    refused_lease,
     renewed_lease,
     unconnected_lease,
     watched_action,
@@ -310,13 +312,12 @@ class _Agent:
         """
         reader, writer = await self._connect()
         try:
-            # There is no await from here until _to_coordinator is set, so that no fact is said
-            # twice or left out.
+            # No await until _to_coordinator is set, so that no fact is said twice or left out.
             now_s = time.monotonic()
             writer.write(b"".join(frame(fact) for fact in repeated_reports(self._state, now_s)))
             self._to_coordinator = writer
             self._offset = None
-            self._lease = lease_after_contact(self._lease, now_s)
+            self._lease = connected_lease(self._lease, now_s)
             self._send_heartbeat()
             decoder = FrameDecoder()
             while not self._is_shut_down and (data := await reader.read(_READ_BYTES)):
@@ -371,6 +372,7 @@ class _Agent:
         result = on_coordinator_message(self._state, message)
         self._state = result.state
         if result.leaves:
+            self._lease = refused_lease(self._lease)
             raise ConnectionRefusedError(result.leaves)
         self._heads.keep(self._head)
         if result.ends:

@@ -38,6 +38,7 @@ class AgentLease:
         awake_since_s: time since which the agent has run without being stopped.
         ticked_s: time at which the agent last looked at its clock.
         heard_s: time at which the agent last connected to, or heard from, a coordinator.
+        before_s: `heard_s` before the newest connection, whose coordinator may be out of date.
         patience_s: time after the end of its lease in which the agent looks for a coordinator that
             it does not hear; 0: the coordinator is on the same machine.
     """
@@ -47,6 +48,7 @@ class AgentLease:
     awake_since_s: float
     ticked_s: float
     heard_s: float
+    before_s: float
     patience_s: float = 0.0
 
 
@@ -58,6 +60,7 @@ def first_lease(lease_s: float, now_s: float, *, patience_s: float = 0.0) -> Age
         awake_since_s=now_s,
         ticked_s=now_s,
         heard_s=now_s,
+        before_s=now_s,
         patience_s=patience_s,
     )
 
@@ -69,9 +72,22 @@ def lease_after_tick(lease: AgentLease, now_s: float) -> AgentLease:
     return replace(lease, ticked_s=now_s, awake_since_s=awake_since_s)
 
 
+def connected_lease(lease: AgentLease, now_s: float) -> AgentLease:
+    """The lease after the agent has connected to a coordinator."""
+    return replace(lease, heard_s=now_s, before_s=lease.heard_s)
+
+
 def lease_after_contact(lease: AgentLease, now_s: float) -> AgentLease:
-    """The lease after the agent has connected to a coordinator, or has heard from it."""
+    """The lease after the agent has heard from a coordinator."""
     return replace(lease, heard_s=now_s)
+
+
+def refused_lease(lease: AgentLease) -> AgentLease:
+    """The lease after the agent has found its coordinator out of date, and leaves it.
+
+    The connection does not count: an old head may answer for ever, and the new one be lost.
+    """
+    return replace(lease, heard_s=lease.before_s)
 
 
 def renewed_lease(lease: AgentLease, sent_s: float) -> AgentLease:

@@ -25,6 +25,7 @@ from planaria.protocol.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
     can_judge_workers,
+    connected_lease,
     first_lease,
     is_given_up,
     is_silent,
@@ -32,6 +33,7 @@ from planaria.protocol.agent_lease import (
     lease_after_tick,
     offset_after,
     reconnect_s,
+    refused_lease,
     renewed_lease,
     unconnected_lease,
 )
@@ -196,7 +198,7 @@ class SimulatedAgent:
                 end.send(fact)
             self._to_coordinator = end
             self._offset = None
-            self._lease = lease_after_contact(self._lease, self.process.now_s)
+            self._lease = connected_lease(self._lease, self.process.now_s)
             self._send_heartbeat()
             await closed
             since_s = self.process.now_s
@@ -216,6 +218,7 @@ class SimulatedAgent:
         result = on_coordinator_message(self.state, message)
         self.state = result.state
         if result.leaves and self._to_coordinator is not None:
+            self._lease = refused_lease(self._lease)
             self._to_coordinator.close()
             self._closed.resolve(None)
             return
