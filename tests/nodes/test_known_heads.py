@@ -8,14 +8,19 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from helpers.heads import CREDENTIALS, runs
+from helpers.machine_lines import FakeHead, fake_head
+from helpers.offered_machines import node_spec, offered_machine
 from helpers.tasks import TIMEOUT_S, settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
+from planaria.core.job import CheckpointConfig, JobConfig
+from planaria.core.machine_messages import MachineArrived, MachineReady, NodeRequested
 from planaria.errors import CheckpointError
-from planaria.nodes import child_answers
+from planaria.nodes import child_answers, machine
 from planaria.nodes.child_answers import answer_of_child
 from planaria.nodes.known_heads import (
     LOOK_PERIOD_S,
@@ -26,7 +31,7 @@ from planaria.nodes.known_heads import (
     look_by_thread,
 )
 from planaria.transport.acceptor import Purpose, connect
-from planaria.transport.sockets import Address
+from planaria.transport.sockets import Address, address_text
 
 GIVEN = (("10.0.0.1", 7320), ("10.0.0.2", 7320))
 NEW = (("10.0.0.3", 7320), ("10.0.0.4", 7320))
@@ -289,3 +294,39 @@ async def test_an_agent_looks_a_name_up_without_a_thread(monkeypatch: pytest.Mon
                 timeout_s=TIMEOUT_S,
                 resolve=endpoints_by_child,
             )
+
+
+@runs
+async def test_a_machine_keeps_its_node_from_the_head_of_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own head was away for a moment, and the other one answered: the machine ended the node,
+    which could have waited for minutes."""
+    for name in ("_RETRY_S", "_OTHER_JOB_PAUSE_S"):
+        monkeypatch.setattr(machine, name, 0.0)
+    job = JobConfig()
+    async with (
+        fake_head() as own,
+        offered_machine(tmp_path, monkeypatch, job=job, other_heads=(own.address,)) as (made, _),
+    ):
+        line = await own.next_line()
+        line.tell(made.offer())
+        await line.wait(MachineReady)
+        spec = msgspec.structs.replace(node_spec(job, 0), parts="run-000001-00")
+        line.tell(NodeRequested(spec))
+        await wait_until(lambda: "runs node 0" in made.notes)
+        await settle()
+        own.close()
+        line.reset()
+        line = await made.head.next_line()
+        other = JobConfig(name="other", checkpoint=CheckpointConfig(directory="other saves"))
+        line.tell(msgspec.structs.replace(made.offer("another run"), job=other))
+        await line.wait_end()
+        back = FakeHead(address_text(own.address))
+        line = await back.next_line()
+
+        arrived = await line.wait(MachineArrived)
+        assert (arrived.run, arrived.node) == ("run", 0)
+        assert not made.server.kills
+        assert any("has another job, 'other', and node 0 lives" in note for note in made.notes)
+        back.close()

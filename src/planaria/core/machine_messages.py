@@ -214,6 +214,11 @@ class JobOffered(Message, frozen=True, kw_only=True):
     mark: str
     sources: tuple[SourceFile, ...] = ()
 
+    def is_same_job(self, other: "JobOffered") -> bool:
+        """Whether another offer is of the same job, maybe of another run: it saves there, too."""
+        places = (each.job.checkpoint.directory.rstrip("/") for each in (self, other))
+        return self.run == other.run or len({*places}) == 1
+
 
 class PrepareRequested(Message, frozen=True):
     """Asks for the facts on model, data and profile; the machine measures what is missing.

@@ -14,6 +14,7 @@ Source: NVIDIA, "XID Errors" and "NVIDIA GPU Memory Error Management"; the list 
 is that of NVIDIA's device plugin for Kubernetes.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -31,6 +32,7 @@ from typing import Any, Final
 from planaria.checkpoint.memory.room import available_bytes
 from planaria.core.job import JobConfig
 from planaria.nodes.child_answers import program_result
+from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import device_models
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,17 @@ def health_problem(job: JobConfig, *, has_node: bool = False) -> str:
     except Exception:  # A fault of planaria, which must not end the node that runs here.
         logger.exception("this machine could not be examined")
     return ""
+
+
+async def health_problem_in_time(job: JobConfig) -> str:
+    """The same for a machine without a node, in at most EXAMINATION_S, by a thread."""
+    try:
+        async with asyncio.timeout(EXAMINATION_S):
+            return await answer_of_thread(partial(health_problem, job), name="health")
+    except TimeoutError:
+        return f"it was examined for {EXAMINATION_S:g} s, and something there hangs"
+    except OSError as error:
+        return str(error)
 
 
 def _checks(job: JobConfig, *, has_node: bool) -> Iterator[Callable[[], str]]:

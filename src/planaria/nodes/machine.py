@@ -36,7 +36,6 @@ from planaria.core.machine_messages import (
     FromMachine,
     JobOffered,
     JobOver,
-    JobPrepared,
     LinkMeasured,
     LinkMeasureRequested,
     LinkServed,
@@ -54,7 +53,7 @@ from planaria.core.machine_messages import (
     PrepareRequested,
     ToMachine,
 )
-from planaria.core.specs import NodeSpec, Prepared
+from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError, CheckpointError, ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import (
@@ -63,10 +62,10 @@ from planaria.nodes.examination import (
     failed_examination,
 )
 from planaria.nodes.head.process_events import handle_signals
-from planaria.nodes.health import EXAMINATION_S, health_problem
+from planaria.nodes.health import health_problem_in_time
 from planaria.nodes.known_heads import KnownHeads, connection_problem, look_by_thread
 from planaria.nodes.machine_files import MachineFiles, modules_directory, unpack_sources
-from planaria.nodes.machine_node import MachineNode
+from planaria.nodes.machine_node import MachineNode, prepare_answer
 from planaria.nodes.machine_spec import MachineSpec
 from planaria.nodes.notices import NoticeWatch
 from planaria.nodes.part_reports import STATUS_NOTICED, STATUS_SAVED
@@ -85,6 +84,7 @@ EXIT_AGAIN: Final = 75  # The head was lost for too long; start this again.
 EXIT_LEFT: Final = 76  # The source of notices says that this machine will be taken away.
 _CONNECT_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 0.5
+_OTHER_JOB_PAUSE_S: Final = 5.0  # The same once another job's head has answered; it notes each try.
 _CLOSE_TIMEOUT_S: Final = 2.0
 _READ_BYTES: Final = 1 << 20
 _FRAME_BYTES_MAX: Final = 4 * SOURCES_BYTES_MAX  # The modules take 4/3 of their size, in base64.
@@ -126,6 +126,7 @@ class _Machine:
         self._preparing: asyncio.Task[None] | None = None
         self._modules = ExitStack()  # Removes the user's modules.
         self._files = MachineFiles(Path(spec.cache_directory), spec.note)
+        self._retry_s = _RETRY_S  # Pause before the next try.
         self._refusal = ""  # Why this machine cannot take part.
         self._over: JobOver | None = None
         self._has_offer = False  # Whether the head has offered its job over this connection.
@@ -220,7 +221,8 @@ class _Machine:
                 until = "" if patience_s == inf else f" for up to {patience_s:.0f} s"
                 self._spec.note(f"{problem}; trying again{until}")
                 shown = problem
-            await asyncio.sleep(_RETRY_S)
+            retry_s, self._retry_s = self._retry_s, _RETRY_S
+            await asyncio.sleep(retry_s)
 
     def _patience_s(self) -> float:
         """The seconds for which the head is looked for."""
@@ -319,6 +321,12 @@ class _Machine:
         match message:
             case JobOffered(run=run) if run == self._ended_run:
                 raise ConnectionError(f"the job {message.job.name!r} is over")
+            case JobOffered() if self._has_node_of_other_job(message):
+                self._retry_s = _OTHER_JOB_PAUSE_S
+                raise ConnectionError(
+                    f"the head at {address_text(self._head)} has another job, "
+                    f"{message.job.name!r}, and node {self._node.number} lives"
+                )
             case JobOffered():
                 self._has_offer = True
                 self._heads.keep(self._head)
@@ -363,6 +371,10 @@ class _Machine:
                 raise ConnectionError(f"the head does not take this machine now: {reason}")
 
     # -- the job ----------------------------------------------------------------------------------
+
+    def _has_node_of_other_job(self, offer: JobOffered) -> bool:
+        own = self._offer
+        return self._node.number >= 0 and own is not None and not offer.is_same_job(own)
 
     async def _take_job(self, offer: JobOffered) -> None:
         """Gets ready for a job; keeps what is there if it is the run that this machine is in."""
@@ -448,13 +460,7 @@ class _Machine:
         request, number = question.request, question.number
         request = msgspec.structs.replace(request, cache_directory=self._spec.cache_directory)
         data = await self._node.prepare(msgspec.json.encode(request))
-        try:
-            prepared = msgspec.json.decode(data, type=Prepared)
-        except msgspec.DecodeError:
-            reason = "the process that examines the job was killed"
-            self._tell(JobPrepared(None, reason, number))
-        else:
-            self._tell(JobPrepared(prepared, number=number))
+        self._tell(prepare_answer(data, number=number))
 
     def _end_preparing(self) -> None:
         if self._preparing is not None:
@@ -523,13 +529,7 @@ class _Machine:
 
     async def _is_fit(self, job: JobConfig) -> bool:
         """Whether this machine is fit for a node; if not, it ends, once its node has left."""
-        try:
-            async with asyncio.timeout(EXAMINATION_S):
-                problem = await answer_of_thread(partial(health_problem, job), name="health")
-        except TimeoutError:
-            problem = f"it was examined for {EXAMINATION_S:g} s, and something there hangs"
-        except OSError as error:
-            problem = str(error)
+        problem = await health_problem_in_time(job)
         if problem and self._node.number >= 0:  # The head was quicker.
             self._leave_code = EXIT_AGAIN
             self._spec.note(f"this machine can take no other node: {problem}")

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
-from planaria.core.specs import NodeSpec
+from planaria.core.machine_messages import JobPrepared
+from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import InsufficientError
 from planaria.nodes.faults.node_faults import inject_into_group
 from planaria.nodes.forking import Forker
@@ -257,6 +258,18 @@ async def _all_bytes(read_fd: int) -> bytes:
     finally:
         loop.remove_reader(read_fd)
     return b"".join(parts)
+
+
+def prepare_answer(data: bytes, *, number: int) -> JobPrepared:
+    """What the head is told that a process has found, see `MachineNode.prepare`.
+
+    Args:
+        number: number of the question.
+    """
+    try:
+        return JobPrepared(msgspec.json.decode(data, type=Prepared), number=number)
+    except msgspec.DecodeError:
+        return JobPrepared(None, "the process that examines the job was killed", number)
 
 
 def prepare(payload: bytes, result_fd: int, lifeline_fd: int) -> None:
