@@ -32,6 +32,6 @@ def test_machines_that_come_by_themselves_are_granted_by_nobody(tmp_path: Path) 
 
     with (
         pytest.raises(ConfigError, match=r"cluster.grant_s = 5.0: .*cluster.wait_s"),
-        open_head(job, LISTENING, search_path=(), run="", note=pytest.fail),
+        open_head(job, LISTENING, search_path=(), left=None, note=pytest.fail),
     ):
         pytest.fail("it listens")

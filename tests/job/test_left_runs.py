@@ -30,22 +30,40 @@ from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Start
 from planaria.core.job import JobConfig
-from planaria.core.machine_messages import JobOffered, MachineFacts, MachineReady, NodeEnded
+from planaria.core.machine_messages import (
+    JobOffered,
+    MachineFacts,
+    MachineReady,
+    NodeEnded,
+    SourceFile,
+)
+from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job import on_machines, training_job
-from planaria.job.on_machines import LeftRun, find_left_run, kept_settings_text, take_up
+from planaria.job.on_machines import (
+    LeftRun,
+    Listening,
+    find_left_run,
+    kept_settings_text,
+    new_run,
+    note_kept,
+    open_head,
+    take_up,
+)
 from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place
 from planaria.nodes.head.process_events import restore_handlers
 from planaria.nodes.head.remote import machine_checks
 from planaria.nodes.head.remote.network_requests import ask_head
+from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.run_record import (
     RUN_FILE,
     TOUCH_PERIOD_S,
     NodeLog,
     read_run,
     record_age_s,
+    write_run,
 )
 from planaria.nodes.head.requests import TellStatus
 from planaria.nodes.input_files import PROSE_KEY
@@ -440,3 +458,62 @@ def test_settings_that_a_run_does_not_take_up_are_told(tmp_path: Path) -> None:
     decayed = replace(kept, training=replace(kept.training, optimizer=optimizer))
     assert "training.optimizer.weight_decay = None (not 0.1). " in kept_settings_text(decayed, kept)
     assert "training.optimizer.weight_decay = 0.1 (not None). " in kept_settings_text(kept, decayed)
+
+
+def test_machines_that_join_a_run_that_goes_on_get_the_job_with_which_it_began(
+    tmp_path: Path,
+) -> None:
+    """They got the job and the modules as they are now, and trained one run with others that had
+    the old ones."""
+    (tmp_path / "model.py").write_text("x = 2")
+    left = left_run(tmp_path).record
+    old = (SourceFile(path="model.py", data=b"x = 1", sha256="0"),)
+    left = msgspec.structs.replace(left, sources=old)
+    model = replace(left.job.model, target="model:build")
+    config = replace(left.job, model=model, training=replace(left.job.training, iterations=1700))
+    notes: list[str] = []
+    opened = open_head(config, LISTENING, search_path=[str(tmp_path)], left=left, note=notes.append)
+    with opened as head:
+        line = head.runner.run(arrive(head.leader_sockets.address))
+        offers = [head.runner.run(line.wait(JobOffered))]
+        note_kept(head, config, left, note=notes.append)
+        head.begin_run("next")
+        offers.append(head.runner.run(line.wait(JobOffered)))
+
+    assert [(offer.run, offer.job) for offer in offers] == [(RUN, left.job), ("next", config)]
+    assert [offer.sources[0].data for offer in offers] == [b"x = 1", b"x = 2"]
+    assert any("not those beside the job: model.py. For other" in note for note in notes)
+    assert any("training.iterations" in note for note in notes)
+
+
+def test_files_that_counted_for_a_lost_run_do_not_count_for_the_next(tmp_path: Path) -> None:
+    """That run may have had another data.path."""
+    job = left_job(tmp_path)
+    with open_left_head(tmp_path) as (head, _), head:
+        checks = head.machines.checks
+        checks.digests, checks.is_planned = {PROSE_KEY: ("n1", "this")}, True
+        head.new_offer = msgspec.structs.replace(head.new_offer, job=replace(job, name="next"))
+        head.begin_run("next")
+
+        assert (checks.digests, checks.is_planned) == ({}, False)
+        assert head.machines.job.name == "next"
+
+
+def test_a_run_keeps_its_modules_in_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SourceFile(path="model.py", data=bytes(range(256)), sha256="0")
+    left = left_run(tmp_path)
+
+    def gather(_: OpenHead, config: JobConfig, __: Listening) -> tuple[JobConfig, Prepared]:
+        return config, left.record.prepared
+
+    monkeypatch.setattr(on_machines, "gather", gather)
+    monkeypatch.setattr(on_machines, "find_start", lambda *_, **__: Start())
+    with open_left_head(tmp_path, run="a1") as (head, _), head:
+        head.machines.offer = msgspec.structs.replace(head.machines.offer, sources=(source,))
+        record = new_run(head, left.record.job, LISTENING, print, resume=False, note=pytest.fail)
+        write_run(left.directory, record)
+
+        assert record.sources == (source,)
+        assert read_run(left.directory) == record

@@ -20,7 +20,7 @@ from planaria.checkpoint.disk.storage import is_same_place
 from planaria.checkpoint.disk.tiers import Start
 from planaria.core.inject import Injection
 from planaria.core.job import ClusterConfig, JobConfig
-from planaria.core.machine_messages import JobOffered
+from planaria.core.machine_messages import JobOffered, SourceFile
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, DoneError, InsufficientError, TrainingError
 from planaria.job.lost_heads import (
@@ -216,7 +216,6 @@ def take_up(head: OpenHead, left: LeftRun, *, resume: bool, note: Callable[[str]
             f"which were waited for up to {timeout_s:.0f} s; go on from the newest save with "
             "--resume"
         )
-    checks.digests, checks.is_planned = {}, False
     head.begin_run(secrets.token_hex(8))
     return False
 
@@ -240,6 +239,36 @@ def kept_settings_text(config: JobConfig, kept: JobConfig) -> str:
     )
 
 
+def kept_modules_text(sources: Sequence[SourceFile], kept: Sequence[SourceFile]) -> str:
+    """The same for the user's modules.
+
+    Args:
+        sources: modules beside the job now.
+        kept: modules of the run.
+    """
+    new, old = ({each.path: each.sha256 for each in files} for files in (sources, kept))
+    differing = sorted(path for path in {*new, *old} if new.get(path) != old.get(path))
+    if not differing:
+        return ""
+    return (
+        "the run goes on with the modules with which it began, which are not those beside the job: "
+        f"{', '.join(differing)}. For other modules, stop it, which saves it, and start it again "
+        "with --resume"
+    )
+
+
+def note_kept(
+    head: OpenHead, config: JobConfig, record: RunRecord, *, note: Callable[[str], None]
+) -> None:
+    """Tells the user what a run that goes on keeps of the job with which it began."""
+    note_all = (
+        kept_settings_text(config, record.job),
+        kept_modules_text(head.new_offer.sources, record.sources),
+    )
+    for text in filter(None, note_all):
+        note(text)
+
+
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted keys of nested tables, and their values."""
     for key, value in tree.items():
@@ -255,14 +284,15 @@ def open_head(
     listening: Listening,
     *,
     search_path: Sequence[str],
-    run: str,
+    left: RunRecord | None,
     note: Callable[[str], None],
 ) -> Iterator[OpenHead]:
     """A head at which machines can arrive, for the length of the context.
 
     Args:
         search_path: directories in which the job's modules are looked for first.
-        run: name of the run that a head before this one has left; "": a new one.
+        left: run that a head before this one has left, which goes on with the modules and settings
+            with which it began; None: a new one begins.
         note: shows the user a text.
 
     Raises:
@@ -287,24 +317,29 @@ def open_head(
     sources = user_sources(config, search_path)
     with place_mark(config.checkpoint.directory) as mark, Runner() as runner:
         listeners, address = listen(listening.address)
-        checks = MachineChecks(config, mark, cache_directory=cache_directory(), note=note)
-        offer = JobOffered(
-            run=run or secrets.token_hex(8), job=config, mark=mark, sources=tuple(sources)
-        )
+        new_offer = JobOffered(run=secrets.token_hex(8), job=config, mark=mark, sources=sources)
+        offer = new_offer if left is None else _offer_of(left, mark)
+        checks = MachineChecks(offer.job, mark, cache_directory=cache_directory(), note=note)
         machines = Machines(
             offer, listening.credentials, num_max=listening.nodes_max, checks=checks, note=note
         )
         operator = _machine_operator(listening, address, machines, note=note)
         note(f"listening at {address_text(address)}; on each machine: {join_text(address)}")
         head = OpenHead(
-            runner, listeners, address, machines, keeps_run=bool(run), operator=operator
+            runner, listeners, address, machines, keeps_run=left is not None, operator=operator
         )
+        head.new_offer = new_offer
         try:
             with head:
                 yield head
         finally:
             if head.keeps_run and not head.is_taken:
-                note(_kept_text(config.cluster.patience_s))
+                note(_kept_text(offer.job.cluster.patience_s))
+
+
+def _offer_of(left: RunRecord, mark: str) -> JobOffered:
+    """A run as it is offered to the machines that have come, or come back, since it was left."""
+    return JobOffered(run=left.run, job=left.job, mark=mark, sources=left.sources)
 
 
 def _machine_operator(
@@ -414,6 +449,7 @@ def new_run(
         epoch=start.epoch,
         parts=parts,
         digests=head.machines.checks.digests,
+        sources=head.machines.offer.sources,
     )
 
 

@@ -42,8 +42,8 @@ from planaria.job.on_machines import (
     Listening,
     begin_kinds,
     find_left_run,
-    kept_settings_text,
     new_run,
+    note_kept,
     open_head,
     take_up,
 )
@@ -393,12 +393,12 @@ class Job:
         if left_run is None:  # No machine waits for an answer while this plans.
             check_given_profile(self.config)
         config, state, resume = self.config, options.state, options.resume
-        run = "" if left_run is None else left_run.record.run
+        left = None if left_run is None else left_run.record
         path, note = self._search_path, display.note
         head = held.enter_context(
-            open_head(config, listening, search_path=path, run=run, note=note)
+            open_head(config, listening, search_path=path, left=left, note=note)
         )
-        name, parts = head.name, "" if left_run is None else left_run.record.parts
+        name, parts = head.name, "" if left is None else left.parts
         head.runner.run(check_no_other_head(config, listening.credentials, run=parts))
         running = ForkServer(HEAD_PRELOAD)
         held.callback(running.close)
@@ -408,8 +408,7 @@ class Job:
                 held, config, state=state, note=note, holder=name, taken_up=directory, keeps=keeps
             )
             record = left_run.record
-            if text := kept_settings_text(config, record.job):
-                note(text)
+            note_kept(head, config, record, note=note)
             begin_kinds(head, record.job, record.prepared, {})
         else:
             journal = open_journal(held, config, state=state, note=note, holder=name)

@@ -175,7 +175,7 @@ async def test_another_run_has_its_own_nodes(tmp_path: Path) -> None:
         head.machines.on_members(Members(epoch=1, term=0, nodes=(), gone=(0,)))
         line.tell(NodeEnded(node=0, status=1))
         await wait_until(lambda: len(head.ends) == 1)
-        head.machines.begin_run("next")
+        head.machines.begin_run(msgspec.structs.replace(head.machines.offer, run="next"))
         assert head.machines.ends() == ()
         await line.wait(JobOffered)
         line.tell(head.ready("next"))
@@ -201,10 +201,10 @@ async def test_a_machine_that_has_the_modules_is_never_sent_them(tmp_path: Path)
     """When another run began, it was."""
     source = SourceFile(path="models.py", data=b"import torch", sha256="0")
     async with arriving_machines(tmp_path) as head:
-        head.machines._offer = msgspec.structs.replace(head.machines._offer, sources=(source,))
+        head.machines.offer = msgspec.structs.replace(head.machines.offer, sources=(source,))
         lines = [await arrive(head.address, has_code=has_code) for has_code in (True, False)]
         await wait_until(lambda: len(head.machines.connected) == 2)
-        head.machines.begin_run("next")
+        head.machines.begin_run(msgspec.structs.replace(head.machines.offer, run="next"))
         offers = [[await line.wait(JobOffered) for _ in range(2)] for line in lines]
 
     sent = [[source.data for offer in of_one for source in offer.sources] for of_one in offers]
@@ -224,7 +224,7 @@ async def test_modules_are_encoded_once_and_not_sent_to_a_machine_that_comes_bac
 
     source = SourceFile(path="models.py", data=b"import torch", sha256="0")
     async with arriving_machines(tmp_path) as head:
-        head.machines._offer = msgspec.structs.replace(head.machines._offer, sources=(source,))
+        head.machines.offer = msgspec.structs.replace(head.machines.offer, sources=(source,))
         monkeypatch.setattr(machine_handle, "frame", encode)
         for run in ("", "", "an earlier run", "run", "run"):
             line = await arrive(head.address, run=run)

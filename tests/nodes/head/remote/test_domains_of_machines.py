@@ -69,6 +69,6 @@ def test_numbers_of_nodes_name_no_machines_that_come_by_themselves(tmp_path: Pat
 
     with (
         pytest.raises(ConfigError, match=r"checkpoint\.failure_domains = .*--domain NAME"),
-        open_head(job, listening, search_path=(), run="", note=print),
+        open_head(job, listening, search_path=(), left=None, note=print),
     ):
         pass

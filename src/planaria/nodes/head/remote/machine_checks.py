@@ -24,6 +24,7 @@ class MachineChecks:
     """The checks of one job.
 
     Args:
+        job: job as it is offered to machines.
         mark: mark of the head at the place where the job saves.
         cache_directory: directory in which digests are kept between jobs.
         note: shows the user a text.
@@ -77,6 +78,13 @@ class MachineChecks:
                 return self._difference(key, (machine, digest), (other, expected))
         self._compare_with_first(machine, facts)
         return ""
+
+    def begin(self, job: JobConfig) -> None:
+        """Lets no files count that did so far, because another run begins."""
+        self._job, self.is_planned, self.digests = job, False, {}
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def forget(self, machine: str) -> None:
         """Lets the files of another machine count, because this one is gone or refused.

@@ -81,13 +81,13 @@ class Machines:
     """The machines of one job.
 
     Args:
-        run: random name of this run of the job; may be changed before the job begins.
-        sources: files of the user's modules.
+        offer: job as it is offered to machines; another run of it may begin before the job does.
         num_max: number of machines that may run nodes at once.
         checks: checks that a machine must pass.
         note: shows the user a text.
 
     Attributes:
+        offer: see above.
         on_free: callback, called when a machine can run a node; set once the job has begun.
         on_end: callback, called with the end of each node; set once the job has begun.
         on_injected: callback, called with the node that a machine has injected a fault into.
@@ -113,7 +113,7 @@ class Machines:
         self.on_injected: Callable[[int], None] = lambda _: None
         self.node_log: NodeLog | None = None
         self._offer_frames = OfferFrames()
-        self._offer = offer
+        self.offer = offer
         self.kinds = KindSpeeds(note)
         self.checks = checks
         lease_s = offer.job.cluster.lease_s
@@ -145,14 +145,9 @@ class Machines:
         task.add_done_callback(self._serving.discard)
 
     @property
-    def run(self) -> str:
-        """The name of the run."""
-        return self._offer.run
-
-    @property
     def job(self) -> JobConfig:
         """The job as it is offered to machines."""
-        return self._offer.job
+        return self.offer.job
 
     @property
     def connected(self) -> tuple[MachineHandle, ...]:
@@ -214,9 +209,10 @@ class Machines:
                 await self._changed.wait_for(is_over)
         return bool(self._nodes.live)
 
-    def begin_run(self, run: str) -> None:
+    def begin_run(self, offer: JobOffered) -> None:
         """Begins another run: machines that still run a node of the one before drop it."""
-        self._offer = msgspec.structs.replace(self._offer, run=run)
+        self.offer = offer
+        self.checks.begin(offer.job)
         for machine in self._machines.values():
             machine.is_ready, machine.node, machine.missing_node = False, -1, -1
             self._offer_job(machine)
@@ -424,7 +420,7 @@ class Machines:
 
         A node that nobody runs was started by the head before this one.
         """
-        is_ours = machine.run == self._offer.run and ended.node >= 0
+        is_ours = machine.run == self.offer.run and ended.node >= 0
         runs_it = self._nodes.machines.get(ended.node, machine if is_ours else None)
         if self._nodes.has_ended(ended.node) or runs_it is not machine:
             return
@@ -489,7 +485,7 @@ class Machines:
     def _admit(self, arrived: MachineArrived, writer: asyncio.StreamWriter) -> MachineHandle | None:
         """The machine that has arrived, or come back; None: it is refused."""
         if self._is_closed:
-            over = self._over if arrived.run == self._offer.run else None  # It was away meanwhile.
+            over = self._over if arrived.run == self.offer.run else None  # It was away meanwhile.
             writer.write(frame(over or MachineRefused(reason="the head ends", is_final=False)))
             return None
         if arrived.protocol != PROTOCOL:
@@ -499,7 +495,7 @@ class Machines:
             )
             writer.write(frame(MachineRefused(reason=reason, is_final=True)))
             return None
-        has_node = arrived.run == self._offer.run and arrived.node >= 0
+        has_node = arrived.run == self.offer.run and arrived.node >= 0
         machine = (
             self._nodes.machines.get(arrived.node)
             if has_node
@@ -525,8 +521,8 @@ class Machines:
         return machine
 
     def _offer_job(self, machine: MachineHandle) -> None:
-        has_modules = machine.has_code or machine.run == self._offer.run  # Then it is back.
-        machine.tell_frame(self._offer_frames.of(self._offer, has_data=not has_modules))
+        has_modules = machine.has_code or machine.run == self.offer.run  # Then it is back.
+        machine.tell_frame(self._offer_frames.of(self.offer, has_data=not has_modules))
 
     def _on_message(self, machine: MachineHandle, message: FromMachine) -> None:
         match message:
@@ -555,7 +551,7 @@ class Machines:
         except Exception as error:  # A fault of the head, and the machine waits for a word.
             logger.exception("%s could not be compared", machine.name)
             problem = f"the head could not compare it with the others: {error!r}"
-        if ready.run != self._offer.run or machine.writer is not writer:
+        if ready.run != self.offer.run or machine.writer is not writer:
             return  # Another run has begun, or it is gone or back: it says anew that it is ready.
         if problem:
             self._turn_away(machine, problem, is_final=is_final)

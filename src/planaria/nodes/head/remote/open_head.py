@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
+import msgspec
+
 from planaria.core.kinds import Ending
 from planaria.core.records import AgentEnded, Ended
 from planaria.errors import DoneError
@@ -121,6 +123,8 @@ class OpenHead:
             on yet, or another head has taken the run up. They and their journal are left as they
             are if this head ends.
         is_taken: whether another head has taken the run up.
+        new_offer: job as it is offered to machines if the run of the head before this one is given
+            up.
         stops_early: whether the job itself has asked for its end, and is done then.
         run_place: name of the directory of a run in which nodes read where this head listens
             (checkpoint/disk/parts.py); "": in none yet.
@@ -147,6 +151,7 @@ class OpenHead:
         self.run_place = ""
         self._touching: asyncio.Task[None] | None = None
         self.machines = machines
+        self.new_offer = machines.offer
         self.leader_sockets = PassedSockets(address)
         self.answer_job: Answer = self._answer_early
         self._requests = NetworkRequests(machines.handshakes, self._answer)
@@ -175,7 +180,7 @@ class OpenHead:
     @property
     def run(self) -> str:
         """The name of the run."""
-        return self.machines.run
+        return self.machines.offer.run
 
     async def _start(self) -> None:
         self._acceptor.start()
@@ -183,7 +188,7 @@ class OpenHead:
     def begin_run(self, run: str) -> None:
         """Gives up the nodes of the head before this one, and begins another run."""
         self.keeps_run = False
-        self.machines.begin_run(run)
+        self.machines.begin_run(msgspec.structs.replace(self.new_offer, run=run))
 
     def begin(
         self,

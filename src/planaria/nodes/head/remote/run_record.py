@@ -1,6 +1,7 @@
 """The record of a run on machines, beside its coordinator's journal.
 
-    journal.run      the job, what was found out about it, and what it began from
+    journal.run      the job with the user's modules, what was found out about it, and what it began
+                     from
     journal.nodes    a number per line: each node that the head has asked a machine for
     holder           the name of the head that has taken the directory last (`JournalHold`)
 
@@ -25,6 +26,7 @@ import msgspec
 from planaria.checkpoint.disk.tiers import Manifest
 from planaria.checkpoint.disk.time_limits import answer_in_time
 from planaria.core.job import JobConfig
+from planaria.core.machine_messages import SourceFile
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError, LateError
 
@@ -49,6 +51,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         epoch: first epoch of the run.
         parts: the field of this name in NodeSpec.
         digests: the attribute of this name of MachineChecks, when the run began.
+        sources: files of the user's modules, by which all its nodes train.
     """
 
     run: str
@@ -58,6 +61,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     parts: str = ""
     digests: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)
+    sources: tuple[SourceFile, ...] = ()
 
 
 def write_run(directory: Path, record: RunRecord) -> None:
