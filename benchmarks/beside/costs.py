@@ -29,6 +29,7 @@ from planaria.core.plan import Pipeline, PipelineTemplate, Stage, plain_plan
 from planaria.data.batches import Batches
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.iteration.executor import Executor, RankContext
+from planaria.engine.iteration.lateness import ActionTimes
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import RankStage
 from planaria.schedule.lower import rank_schedule
@@ -158,7 +159,7 @@ def _iteration_s(
             links=links,
             layout=vector_layout(config, 2),
             pulse=Pulse(),
-            lease_s=1.0,
+            times=ActionTimes(config),
             resilience=config.resilience,
         )
         comm = cast(DeviceComm, _QueueComm(queues, links.rank))

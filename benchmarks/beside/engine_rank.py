@@ -17,6 +17,7 @@ from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import PROCESSOR
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.iteration.groups import iteration_peers
+from planaria.engine.iteration.lateness import ActionTimes
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.prepare import load_data, load_model
 from planaria.engine.stage import RankStage
@@ -100,7 +101,7 @@ class EngineRank:
                 links=self._links,
                 layout=self._layout,
                 pulse=Pulse(),
-                lease_s=1.0,
+                times=ActionTimes(self._config),
                 resilience=self._config.resilience,
             ),
             comm=HostComm(self._links, PROCESSOR),

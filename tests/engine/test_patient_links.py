@@ -25,6 +25,7 @@ from planaria.engine.copying import Copying
 from planaria.engine.devices import PROCESSOR
 from planaria.engine.entry import provide_layers
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
+from planaria.engine.iteration.lateness import ActionTimes
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
 from planaria.errors import AbortedError
@@ -76,7 +77,7 @@ def test_an_executor_waits_for_a_peer_that_takes_hours() -> None:
                 links=links,
                 layout=vector_layout(config, NUM_LAYERS),
                 pulse=Pulse(),
-                lease_s=1.0,
+                times=ActionTimes(config),
                 resilience=config.resilience,
             ),
             comm=HostComm(links, PROCESSOR),

@@ -151,6 +151,21 @@ def join_state(joined: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> 
             optimizer.state[parameter] = states[parameter]
 
 
+def parts_to_step(
+    layers: Iterable[int], is_copied: Callable[[int], bool], training: TrainingConfig
+) -> list[list[int]]:
+    """The layers in parts, each for one optimizer step, in the order in which they should step.
+
+    In fast mode all that no copy holds back are one part, the first, and each other one is a part.
+    In deterministic mode each layer is one, so a step that raises costs no other layer.
+    """
+    free: list[int] = []
+    others: list[int] = []
+    for layer in layers:
+        (others if training.deterministic or not is_copied(layer) else free).append(layer)
+    return [*([free] if free else []), *([layer] for layer in others)]
+
+
 def take_step(optimizer: Optimizer, learning_rate: float) -> None:
     """Takes a step of an optimizer at a learning rate."""
     for group in optimizer.param_groups:

@@ -56,6 +56,7 @@ from planaria.engine.iteration.evaluation import Evaluator, load_evaluation
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
 from planaria.engine.iteration.groups import iteration_peers
 from planaria.engine.iteration.guard import refuse_divergence, sampled_hashes
+from planaria.engine.iteration.lateness import ActionTimes
 from planaria.engine.iteration.memory_peaks import TensorPeak, memory_peak
 from planaria.engine.optimizer import clip_scale, learning_rate, parts_to_step
 from planaria.engine.part_writing import save_part
@@ -177,7 +178,7 @@ class Worker:
             links=self._links,
             layout=self._layout,
             pulse=self._pulse,
-            lease_s=self._job.cluster.lease_s,
+            times=ActionTimes(self._job),
             resilience=self._job.resilience,
         )
         self._callbacks = ExecutorCallbacks(

@@ -1,5 +1,6 @@
 """The results of evaluations, from the rank that computes them to the report that tells them."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,13 +11,15 @@ import pytest
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import link_ranks
+from helpers.noted_pulse import NotedPulse
 from planaria.core.commit import vector_layout
 from planaria.core.job import EvaluationConfig, JobConfig
 from planaria.data.datasets import load_dataset
 from planaria.engine.comm.host import HostComm
-from planaria.engine.devices import Device, LateDevice
+from planaria.engine.devices import PROCESSOR, Device, LateDevice
 from planaria.engine.iteration.evaluation import Evaluator, load_evaluation
 from planaria.engine.iteration.executor import RankContext
+from planaria.engine.iteration.lateness import ActionTimes, EpochLimits
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
 from planaria.errors import PeerLostError
@@ -45,7 +48,7 @@ def evaluator_on(device: Device, job: JobConfig = JOB) -> Iterator[Callable[[], 
             links=links,
             layout=vector_layout(job, NUM_LAYERS),
             pulse=Pulse(),
-            lease_s=3.0,
+            times=ActionTimes(job),
             resilience=job.resilience,
         )
         yield lambda: Evaluator(evaluation, plan, context=context, comm=HostComm(links, device))
@@ -63,6 +66,18 @@ def test_parts_that_the_user_has_put_into_eval_are_so_after_an_evaluation() -> N
         for layer, held in evaluator._stage.layers.items()
     }
     assert flags == {layer: {layer not in (1, 2)} for layer in range(NUM_LAYERS)}
+
+
+def test_a_microbatch_of_another_size_may_be_compiled_and_yet_has_a_limit() -> None:
+    """After a loss the last one may come to a rank that has compiled for full ones alone."""
+    pulse, compiled = NotedPulse(), replace(JOB, training=replace(JOB.training, compile=True))
+    with evaluator_on(PROCESSOR) as make:
+        evaluator = make()
+        evaluator._limits = EpochLimits(ActionTimes(compiled), pulse)
+        evaluator.run(2)
+
+    *others, compiling = pulse.limits_s
+    assert min(others) < 600.0 <= compiling < math.inf
 
 
 def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:

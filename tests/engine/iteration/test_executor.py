@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from torch import Tensor
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import link_ranks
+from helpers.noted_pulse import NotedPulse
 from helpers.streamed_device import StreamedDevice
 from planaria.core.commit import Votes, vector_layout
 from planaria.core.plan import Plan
 from planaria.data.batches import Batches
 from planaria.data.datasets import load_dataset
 from planaria.engine.comm.host import HostComm
-from planaria.engine.devices import Device, LateDevice
+from planaria.engine.devices import PROCESSOR, Device, LateDevice
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
+from planaria.engine.iteration.lateness import ActionTimes
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
 from planaria.errors import AbortedError, PeerLostError
@@ -28,8 +31,8 @@ from planaria.schedule.lower import rank_schedule
 from planaria.transport.links import Tag
 from planaria.transport.pulse import Pulse
 
-LEASE_S = 3.0
 JOB = tiny_job("sequential", Path(), iterations=1)
+LEASE_S = JOB.cluster.lease_s
 
 
 @contextmanager
@@ -49,7 +52,7 @@ def executor_on(
                 links=links,
                 layout=vector_layout(JOB, NUM_LAYERS),
                 pulse=pulse,
-                lease_s=LEASE_S,
+                times=ActionTimes(JOB),
                 resilience=JOB.resilience,
             ),
             comm=HostComm(links, device),
@@ -83,22 +86,6 @@ class TenLater:
         return 10.0
 
 
-class NotedPulse(Pulse):
-    """A pulse that notes in how many seconds each action was to end, and this one is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.limits_s: list[float] = []
-
-    def begin_action(self, limit_s: float) -> None:
-        self.limits_s.append(limit_s)
-        self.limit_s = limit_s
-
-    def begin_wait(self) -> None:
-        super().begin_wait()
-        self.limit_s = math.inf
-
-
 def test_an_action_may_last_as_long_as_the_device_computes_what_it_was_given_before() -> None:
     """A device takes some actions ahead; a rank whose next one had to wait was killed as hung."""
     pulse = NotedPulse()
@@ -128,6 +115,37 @@ def test_a_vector_says_if_an_iteration_has_no_targets(num_targets: int) -> None:
         vector, _ = executor.run(0, batches, votes=lambda: Votes(0))
 
     assert vector.votes.untargeted == (num_targets == 0)
+
+
+class UnequalBatches(Batches):
+    """Microbatches of which number 5 has fifty times as many rows, if the iteration has one so."""
+
+    def inputs(self, index: int) -> Any:
+        return super().inputs(index).repeat(self._times(index), 1)
+
+    def targets(self, index: int) -> Any:
+        return super().targets(index).repeat(self._times(index))
+
+    def _times(self, index: int) -> int:
+        return 50 if self.iteration and index == 5 else 1
+
+
+def test_an_action_with_a_larger_input_has_more_time_and_yet_a_limit() -> None:
+    """A worker was killed where rows were long after short ones, again and again."""
+    pulse, plan = NotedPulse(), shaped_plan((1,), JOB.num_microbatches)
+    dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())
+    with executor_on(PROCESSOR, plan, pulse) as executor:
+        for iteration in range(2):
+            pulse.limits_s = []
+            for held in executor._own_layers():
+                held.age = iteration
+            batches = UnequalBatches(dataset, JOB.training, iteration=iteration)
+            executor.run(iteration, batches, votes=lambda: Votes(0, 0, 0, 0))
+
+    long = [limit_s for limit_s in pulse.limits_s if limit_s >= 600.0]
+    assert len(long) == 2  # Its forward, and its backward.
+    assert max(long) < math.inf
+    assert len(pulse.limits_s) > 2 * JOB.num_microbatches
 
 
 def test_a_reduction_waits_for_its_layers_and_what_follows_it_for_the_reduction(

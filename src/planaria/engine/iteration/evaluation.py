@@ -30,6 +30,7 @@ from planaria.data.text import TokenDataset
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.iteration.executor import RankContext
 from planaria.engine.iteration.groups import reduce_vector
+from planaria.engine.iteration.lateness import EpochLimits, Workload
 from planaria.engine.stage import RankStage
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel
@@ -40,7 +41,7 @@ from planaria.user_functions import user_function
 Metric = Callable[[Any, Any], Any]
 
 _IN_FLIGHT: Final = 2  # Microbatches that a rank may be ahead of the next one.
-_LATE_FACTOR: Final = 10.0  # As of an action of training, see executor.py.
+_EVALUATE: Final = "evaluate"  # Kind of the actions, for `EpochLimits`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class Evaluator:
         self._comm = comm
         self._rank = context.links.rank
         self._routes = plan.different_routes
-        self._longest_s = math.inf
+        self._limits = EpochLimits(context.times, context.pulse)
         self._untaken: dict[int, list[Tag]] = {}
 
     def run(self, age: int) -> float:
@@ -262,12 +263,13 @@ class Evaluator:
             if number and hidden is None:
                 tag = Tag(Channel.EVALUATE, age, index, number)
                 hidden = self._comm.receive(route[number - 1].rank, tag)
-            begin_s = self._begin_action()
-            self._context.pulse.layers = hop.first_layer, hop.end_layer
+            begin_s = time.monotonic()
+            self._limits.begin(Workload(_EVALUATE, (hop.first_layer, hop.end_layer)))
             is_last = number == len(route) - 1
             with self._evaluation.name_samples(age, index):
                 if hidden is None:
                     hidden = bring(held_out.inputs(index), self._stage.device.bring)
+                self._limits.see_input(hidden)
                 hidden = self._stage.forward(
                     hop.first_layer, hop.end_layer, hidden, iteration=age, microbatch=index
                 )
@@ -275,7 +277,8 @@ class Evaluator:
                     self._write_sums(hidden, age, index, sums)
                 else:
                     self._stage.device.finish()
-            self._end_action(begin_s)
+            self._context.pulse.become_idle()
+            self._limits.note(time.monotonic() - begin_s)
             if number and route[number - 1].rank != self._rank:
                 taken = Tag(Channel.EVALUATE_TAKEN, age, index, number)
                 self._links.send(route[number - 1].rank, taken, np.zeros(1, dtype=np.uint8))
@@ -297,15 +300,3 @@ class Evaluator:
         untaken = self._untaken.get(target, [])
         while len(untaken) > at_most:
             self._links.receive(target, untaken.pop(0), timeout_s=UNLIMITED_S)
-
-    def _begin_action(self) -> float:
-        limit_s = max(self._context.lease_s, _LATE_FACTOR * self._longest_s)
-        self._context.pulse.begin_action(limit_s)
-        return time.monotonic()
-
-    def _end_action(self, begin_s: float) -> None:
-        self._context.pulse.layers = (0, 0)
-        self._context.pulse.begin_wait()
-        seconds = time.monotonic() - begin_s
-        is_first = self._longest_s == math.inf
-        self._longest_s = seconds if is_first else max(self._longest_s, seconds)

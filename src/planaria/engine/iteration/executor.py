@@ -11,7 +11,6 @@ parameter hashes travel with the vector (core/agreement.py), and if they show a 
 gets a vector.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.devices import Mark, Moment
 from planaria.engine.iteration.groups import reduce_vector
 from planaria.engine.iteration.guard import sampled_hashes
+from planaria.engine.iteration.lateness import ActionTimes, EpochLimits, Workload
 from planaria.engine.iteration.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import AbortedError, CorruptedError
@@ -45,8 +45,6 @@ from planaria.transport.pulse import Pulse
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _STEPS = {Kind.FORWARD: "forward", Kind.REDUCE: "reduce"} | dict.fromkeys(_BACKWARDS, "backward")
 
-# An action is late when it takes this many times the longest of its kind so far.
-_LATE_FACTOR = 10.0
 _COMPUTING = (Kind.FORWARD, *_BACKWARDS, Kind.BACKWARD_WEIGHT)
 _WAITING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
@@ -59,7 +57,7 @@ class RankContext:
         stage: the layers that the rank holds.
         layout: layout of the commit vector.
         pulse: the worker's pulse, which is told by when each action should end.
-        lease_s: minimum time, in seconds, after which an action is late.
+        times: times of its actions so far.
         resilience: says whether parameter hashes are compared.
     """
 
@@ -67,7 +65,7 @@ class RankContext:
     links: Links
     layout: VectorLayout
     pulse: Pulse
-    lease_s: float
+    times: ActionTimes
     resilience: ResilienceConfig
 
 
@@ -122,12 +120,9 @@ class Executor:
         self._now_s = context.links.timekeeper.now_s
         self._layout = context.layout
         self._pulse = context.pulse
-        self._lease_s = context.lease_s
+        self._limits = EpochLimits(context.times, context.pulse)
         self._resilience = context.resilience
         self._callbacks = callbacks
-        self._longest_s: dict[Kind, float] = {}
-        self._longest_iteration_s = 0.0
-        self._longest_device_s = 0.0  # Of an action on the device; 0: no iteration has ended yet.
         self._rank = context.links.rank
         layers_by_rank = plan.held_by_rank
         self._own_indices = layers_by_rank[self._rank]
@@ -188,13 +183,15 @@ class Executor:
         self.start_s = self._now_s()
         self.action_s, self.eager_s = {}, 0.0
         self._moments: list[tuple[Kind, Moment, Moment]] = []
+        self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}  # Of the inputs of hops.
+        self._limits.begin_iteration()
         self._is_timed = self._callbacks.is_timed()
         for held in self._own_layers():
             held.clear()
         with keep_generators():
             self._run_actions(iteration)
         self._finish_computing()
-        self._longest_iteration_s = max(self._longest_iteration_s, self._now_s() - self.start_s)
+        self._limits.note_iteration(self._now_s() - self.start_s)
         for done_s in map(_result, self._submitted):
             self._links.timekeeper.reach(done_s)
         assert len(self._submitted) == len(self._buckets)
@@ -229,10 +226,8 @@ class Executor:
     def _run_action(self, action: Action) -> None:
         """Runs one action; the agent sees if it is late, unless it waits for another rank."""
         start_s = self._now_s()
-        self._pulse.begin_action(self._limit_s(action.kind))
-        if action.kind in _COMPUTING or action.kind is Kind.SHADOW:
-            hop = self._schedule.routes[action.microbatch][action.hop]
-            self._pulse.layers = hop.first_layer, hop.end_layer
+        if action.kind not in _WAITING:
+            self._limits.begin(self._workload(action), is_queued=bool(self._moments))
         begin = self._moment(action)
         self._handlers[action.kind](action)
         end = self._moment(action)
@@ -241,7 +236,7 @@ class Executor:
         elif action.kind in (*_COMPUTING, Kind.SHADOW):
             self._stage.device.finish()
         elif action.kind in _WAITING and self._is_timed and self._comm.waits_on_device:
-            self._pulse.begin_action(self._device_limit_s(waits=True))
+            self._limits.begin_device(waits=True)
             self._stage.device.finish()  # Else the wait would count as the next action's.
         self._pulse.layers = (0, 0)
         if action.kind in _COMPUTING:
@@ -253,24 +248,18 @@ class Executor:
             # What slows the rank counts as its computation.
             self._count_seconds(action.kind, self._now_s() - start_s)
         self._pulse.begin_wait()
-        self._note_longest(action.kind, self._now_s() - start_s)
+        if action.kind not in _WAITING:
+            self._limits.note(self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)
 
-    def _limit_s(self, kind: Kind) -> float:
-        """Seconds after which an action is late; infinite for one that may last for ever.
-
-        A device that is given actions ahead takes some at a time. Then an action, whatever it does
-        itself, lasts until the device has computed one of those before. How long that takes is
-        known when the first iteration ends.
-        """
-        longest_s = self._longest_s.get(kind, math.inf)
-        if self._moments:
-            longest_s = max(longest_s, self._longest_device_s or math.inf)
-        return math.inf if kind in _WAITING else max(self._lease_s, _LATE_FACTOR * longest_s)
-
-    def _note_longest(self, kind: Kind, seconds: float) -> None:
-        self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
+    def _workload(self, action: Action) -> Workload:
+        """What is known of an action before it begins; only a forward learns the shape itself."""
+        if action.kind not in _COMPUTING and action.kind is not Kind.SHADOW:
+            return Workload(action.kind)
+        hop = self._schedule.routes[action.microbatch][action.hop]
+        shape = self._shapes.get((action.microbatch, action.hop), ())
+        return Workload(action.kind, (hop.first_layer, hop.end_layer), shape)
 
     def _moment(self, action: Action) -> Moment | None:
         """A moment of the device, for an action whose time is read when the iteration ends.
@@ -292,28 +281,18 @@ class Executor:
             return
         for _, begin, end in self._moments if self._comm.waits_on_device else ():
             # From the end of the action before, the device has waited for other ranks alone.
-            self._pulse.begin_action(self._device_limit_s(waits=True))
+            self._limits.begin_device(waits=True)
             begin.wait()
-            self._pulse.begin_action(self._device_limit_s(waits=False))
+            self._limits.begin_device(waits=False)
             end.wait()
-        self._pulse.begin_action(self._device_limit_s(waits=False))
+        self._limits.begin_device(waits=False)
         self._stage.device.finish()
         self._pulse.begin_wait()
         all_seconds = [end.seconds_since(begin) for _, begin, end in self._moments]
         for (kind, _, _), seconds in zip(self._moments, all_seconds, strict=True):
             self._count_seconds(kind, seconds)
-        self._longest_device_s = max(*all_seconds, self._longest_device_s)
+        self._limits.note_device(max(all_seconds))
         self._moments.clear()
-
-    def _device_limit_s(self, *, waits: bool) -> float:
-        """Seconds after which the device is late; infinite in the first iteration of an epoch.
-
-        Args:
-            waits: whether it may wait for devices of other ranks, since their hosts have announced
-                what they will send. The one that hangs is late first, so that it alone is replaced.
-        """
-        longest_s = self._longest_iteration_s or math.inf
-        return (2 if waits else 1) * max(self._lease_s, _LATE_FACTOR * longest_s)
 
     def _kept_tensors(self) -> Iterator[Tensor]:
         """The tensors kept for later actions, without those that autograd keeps itself."""
@@ -344,6 +323,7 @@ class Executor:
         else:  # The previous hop was on this rank too.
             before = self._outputs[action.microbatch, action.hop - 1]
             hidden = self._inputs[key] = before.detach().requires_grad_()
+        self._shapes[key] = tuple(hidden.shape)
         hidden = self._run_layers(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
             targets = bring(self._batches.targets(action.microbatch), self._stage.device.bring)
@@ -364,6 +344,7 @@ class Executor:
             )
 
     def _run_layers(self, hop: Hop, hidden: Tensor, microbatch: int) -> Tensor:
+        self._limits.see_input(hidden)
         first, end, number = hop.first_layer, hop.end_layer, self._iteration
         with self._batches.name_samples(microbatch):
             return self._stage.forward(first, end, hidden, iteration=number, microbatch=microbatch)
