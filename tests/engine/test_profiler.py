@@ -27,6 +27,7 @@ from planaria.engine import profiler, stage
 from planaria.engine.devices import LateDevice, usable_bytes
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
+from planaria.estimator.peak_memory import _state_bytes
 from planaria.models.layers import SplitModel, TiedGroup
 from planaria.profiles.profile_json import decode_profile, encode_profile
 from planaria.transport.links import Links
@@ -463,6 +464,22 @@ def test_frozen_parameters_have_no_optimizer_state(tmp_path: Path) -> None:
     frozen = _profile_of(tiny_job("sequential", tmp_path), *layers, shape=(8,)).layers[0]
 
     assert (frozen.parameter_bytes, frozen.optimizer_bytes, frozen.frozen_bytes) == (0, 0, 4 * 72)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_is_predicted_to_hold_what_it_holds(
+    dtype: str, deterministic: bool, tmp_path: Path
+) -> None:
+    """In bfloat16 also the parameters that compute, beside those that the optimizer steps."""
+    settings = {"dtype": dtype, "deterministic": deterministic, "optimizer": {"name": "SGD"}}
+    job = tiny_job("sequential", tmp_path, **settings)
+    profile = _profile_of(job, nn.Linear(8, 8), nn.Linear(8, 1), shape=(8,))
+    held = stage.HeldLayer(0, nn.Linear(8, 8), training=job.training, tied=())
+
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in held.tensors()}
+    predicted = _state_bytes(profile.layers[:1], 1, gradient_copies=3 if deterministic else 1)
+    assert predicted == sum(sizes.values())
 
 
 def test_a_frozen_layer_is_no_measure_for_a_trained_one(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ class LayerProfile:
             nobody has measured, or that the layer cannot have, are left out.
         backward_bytes: size of what the backward computes again before it needs it.
         frozen_bytes: size of the parameters that are not trained.
+        working_bytes: size of the copies of trained parameters with which the layer computes, where
+            the optimizer steps others (bfloat16).
     """
 
     name: str
@@ -91,6 +93,7 @@ class LayerProfile:
     recomputed: Mapping[str, RecomputationCost] = field(default_factory=dict)
     backward_bytes: int = 0
     frozen_bytes: int = 0
+    working_bytes: int = 0
 
     def recomputing(self, mode: Recomputation) -> "LayerProfile":
         """The profile of the layer if its backward computes that much again; the same profile if

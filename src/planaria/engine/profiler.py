@@ -394,6 +394,7 @@ def _layer_profile(
         backward_weight_s={1: weight_s},
         parameter_bytes=sum(4 * p.numel() for p in module.parameters() if p.requires_grad),
         frozen_bytes=sum(_num_bytes(p) for p in module.parameters() if not p.requires_grad),
+        working_bytes=_working_bytes(alike[0]),
         optimizer_bytes=_optimizer_bytes(job, module),
         activation_bytes=activation_bytes,
         output_bytes=0,
@@ -429,6 +430,12 @@ def _leaf(hidden: Tensor) -> Tensor:
 def _forward(module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor] | None) -> Tensor:
     output: Tensor = module(hidden)
     return output if loss is None else loss(output)
+
+
+def _working_bytes(held: HeldLayer) -> int:
+    """Bytes of the trained parameters that compute and are not stepped themselves."""
+    pairs = ((held.parameters[name], master) for name, master in held.masters.items())
+    return sum(_num_bytes(parameter) for parameter, master in pairs if parameter is not master)
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -8,11 +8,12 @@ Source: Odyssey, section IV-C, equation 14.
 Differs: bytes are summed over the stage's own layers, while the paper takes an average layer. The
 number of in-flight microbatches is limited by N_b, which the paper leaves out. `gradient_copies` is
 the number of gradient bytes per parameter byte (1, or 3 if float64 sums are kept besides float32
-gradients). A stage of several devices shards parameters, gradients and optimizer states evenly over
-them. Activations are counted in full on each device, which is an upper bound for every way to
-divide the work. A parameter that two layers of a stage share counts twice, because each use has a
-gradient of its own. A layer whose activations are computed again holds all of them while its
-backward runs, one layer of a stage at a time.
+gradients). In bfloat16 a layer also holds the parameters with which it computes. A stage of several
+devices shards parameters, gradients and optimizer states evenly over them. Activations are counted
+in full on each device, which is an upper bound for every way to divide the work. A parameter that
+two layers of a stage share counts twice, because each use has a gradient of its own. A layer whose
+activations are computed again holds all of them while its backward runs, one layer of a stage at a
+time.
 """
 
 from collections.abc import Sequence
@@ -191,11 +192,13 @@ class WorkBytes:
 
 
 def _state_bytes(layers: Sequence[LayerProfile], num_devices: int, gradient_copies: int) -> int:
-    parameter_bytes = sum(layer.parameter_bytes for layer in layers)
-    optimizer_bytes = sum(layer.optimizer_bytes for layer in layers)
-    frozen_bytes = sum(layer.frozen_bytes for layer in layers)
-    sharded_bytes = parameter_bytes * (1 + gradient_copies) + optimizer_bytes + frozen_bytes
+    sharded_bytes = sum(_layer_state_bytes(layer, gradient_copies) for layer in layers)
     return -(-sharded_bytes // num_devices)
+
+
+def _layer_state_bytes(layer: LayerProfile, gradient_copies: int) -> int:
+    trained_bytes = layer.parameter_bytes * (1 + gradient_copies) + layer.optimizer_bytes
+    return trained_bytes + layer.working_bytes + layer.frozen_bytes
 
 
 def stage_bytes(
@@ -206,10 +209,7 @@ def stage_bytes(
     Returns:
         Table of shape [L + 1, L + 1]; entry [u, v] is for layers [u, v), and 0 if u >= v.
     """
-    sharded = [
-        layer.parameter_bytes * (1 + gradient_copies) + layer.optimizer_bytes + layer.frozen_bytes
-        for layer in profile.layers
-    ]
+    sharded = [_layer_state_bytes(layer, gradient_copies) for layer in profile.layers]
     activations = [layer.activation_bytes for layer in profile.layers]
     table: Table = -(-_range_sums(sharded) // num_devices)
     table += num_in_flight * _range_sums(activations)

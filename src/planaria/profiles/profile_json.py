@@ -12,7 +12,7 @@ def encode_profile(profile: ModelProfile) -> bytes:
     """The profile as indented JSON, without values that nobody has measured."""
     fields = msgspec.to_builtins(profile, str_keys=True)
     for layer in fields["layers"]:
-        for key in ("update_s", "recomputed", "backward_bytes", "frozen_bytes"):
+        for key in ("update_s", "recomputed", "backward_bytes", "frozen_bytes", "working_bytes"):
             if not layer[key]:
                 del layer[key]
     return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
@@ -74,7 +74,8 @@ def _contradiction(layer: LayerProfile) -> str:
     if any(value < 0 for by_count in all_seconds for value in by_count.values()):
         return "seconds are 0 or more"
     num_bytes = (
-        *(layer.parameter_bytes, layer.optimizer_bytes, layer.frozen_bytes),
+        *(layer.parameter_bytes, layer.optimizer_bytes),
+        *(layer.frozen_bytes, layer.working_bytes),
         *(layer.activation_bytes, layer.output_bytes, layer.backward_bytes),
         *(cost.activation_bytes for cost in costs),
     )
