@@ -276,6 +276,17 @@ def test_layers_that_would_never_learn_are_refused(tmp_path: Path) -> None:
     assert len(_profile("detaches_what_is_frozen", tmp_path).layers) == 3
 
 
+def test_a_layer_that_changes_its_input_is_told_what_to_do(tmp_path: Path) -> None:
+    """Torch names a "leaf Variable", and no layer of the user's has one in its forward. Where it is
+    a parameter that a layer changes, torch's words are right."""
+    with pytest.raises(ConfigError, match=r"layer 1\.ReLU.*inplace=False") as caught:
+        _profile("changes_its_input", tmp_path)
+
+    assert caught.value.field == "model.target"
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        _profile("changes_its_weight", tmp_path)
+
+
 TWO_ARGUMENTS = """\
 layer 4._TwoArguments got (float32 [2, 24], float32 [2, 24]); a layer gets one argument: what the \
 layer before it returned; a tuple is not unpacked

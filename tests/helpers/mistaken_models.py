@@ -235,6 +235,22 @@ def detaches_what_is_frozen() -> nn.Sequential:
     return model
 
 
+def changes_its_input() -> nn.Sequential:
+    """Its second layer does; `helpers.mistaken_models:changes_its_input`."""
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, 5))
+
+
+class _ChangedWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+def changes_its_weight() -> nn.Sequential:
+    """Its second layer does; `helpers.mistaken_models:changes_its_weight`."""
+    return nn.Sequential(nn.Linear(8, WIDTH), _ChangedWeight(WIDTH, 5))
+
+
 class _TwoTensors(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.exp()

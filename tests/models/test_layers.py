@@ -285,6 +285,43 @@ def test_a_parameter_shared_by_layers_is_a_leaf_in_each(own_module: str) -> None
     assert first.get_parameter("0.weight").grad is None
 
 
+def _normed() -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(4, 4))
+
+
+def _norms() -> list[Any]:
+    return [_normed(), nn.Tanh(), _normed]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_may_norm_its_weights(own_module: str, layer: int) -> None:
+    """Torch does not copy the weight, which a hook computes anew before each forward."""
+    module = _own(f"{own_module}:_norms").materialise(layer).get_submodule(str(layer))
+    plain = _normed()
+    plain.load_state_dict(module.state_dict())
+
+    for _ in range(2):
+        outputs = [each(torch.arange(4.0)) for each in (module, plain)]
+        assert torch.equal(*outputs)
+        for each, output in zip((module, plain), outputs, strict=True):
+            torch.autograd.backward(output.square().sum())
+            torch.optim.SGD(each.parameters(), 0.1).step()
+    _assert_same_bits(plain, module)
+
+
+class _Stale(nn.Linear):
+    """Has computed from its weight what it uses later."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.doubled = 2 * self.weight
+
+
+def _stale() -> list[Any]:
+    return [nn.Tanh(), _Stale]
+
+
 def test_a_parameter_shared_by_functions_of_layers_is_a_leaf_in_each(own_module: str) -> None:
     """A rank that holds both layers stepped it twice. And a module that a function keeps stays as
     it is, for a job that goes back to its start."""
@@ -321,6 +358,7 @@ def test_what_numpy_and_python_draw_for_a_layer_is_the_same_in_all_processes(
         ("_misspelt", "no parameter or buffer 'weigh'"),
         ("_one_text", "a list of names"),
         ("_half", "float32"),
+        ("_stale", "doubled"),
         ("_number", "nn.Sequential"),
         ("_number_inside", "nn.Sequential"),
         ("_missing", "no function '_missing'"),
@@ -484,6 +522,33 @@ def test_tensors_that_a_forward_keeps_are_found() -> None:
     module(torch.ones(1, 3))
 
     assert kept_tensors(module) == ["1.aux", "1.seen"]
+
+
+class _Rates(nn.Linear):
+    """Takes numbers out of a tensor, as for dropout that grows with the depth."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+
+
+def _rated() -> list[Any]:
+    return [_Rates, _Rates]
+
+
+def _rated_wrongly() -> list[Any]:
+    return [_Rates, _failing]
+
+
+def test_a_layers_function_may_need_values(own_module: str) -> None:
+    """There are none on the meta device. What is wrong there is raised as it is."""
+    model = _own(f"{own_module}:_rated")
+
+    assert model.parameter_shapes(1)["1.weight"] == torch.Size([8, 4])
+    assert vars(model.materialise(1).get_submodule("1"))["rates"][-1] == pytest.approx(0.1)
+    with pytest.raises(RuntimeError, match="the user's own words") as caught:
+        _own(f"{own_module}:_rated_wrongly")
+    assert caught.value.__context__ is None
 
 
 _WEIGHTS = dict(nn.Linear(8, 3).state_dict())  # As from a file, without metadata of torch.

@@ -30,20 +30,29 @@ _REPEAT_TOLERANCE: Final = 1e-4
 _ONE_ARGUMENT: Final = (
     "a layer gets one argument: what the layer before it returned; a tuple is not unpacked"
 )
+_CHANGES_INPUT: Final = (
+    "it changes its input in place, which the layer before it, or another rank, may still need; "
+    "set inplace=False in its modules, or let its forward begin with x = x.clone()"
+)
 
 
 def first_output(module: nn.Module, hidden: Tensor, *, name: str) -> Tensor:
     """The output of a layer; an exception of the layer's gets a note of what the layer got.
 
     Args:
-        hidden: the layer's input; may be packed.
+        hidden: the layer's input, a leaf; may be packed.
         name: index and class of the layer, for people.
+
+    Raises:
+        ConfigError: the layer changes its input in place.
     """
     try:
         output: Tensor = module(hidden)
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if _is_change_of_leaf(error) and _takes_copy(module, hidden):
+            raise ConfigError("model.target", f"layer {name}", _CHANGES_INPUT) from error
         hint = f"; {_ONE_ARGUMENT}" if _lacks_arguments(error, module) else ""
         error.add_note(f"layer {name} got {describe(unpack(hidden))}{hint}")
         raise
@@ -68,6 +77,20 @@ def refuse_no_gradient(model: SplitModel, layer: int, output: Tensor) -> None:
         "detach() and torch.no_grad(), or freeze those parameters with requires_grad_(False)"
     )
     raise ConfigError("model.target", f"layer {model.layer_names[layer]}", remedy)
+
+
+def _is_change_of_leaf(error: Exception) -> bool:
+    return any("leaf Variable that requires grad" in str(part) for part in error.args)
+
+
+def _takes_copy(module: nn.Module, hidden: Tensor) -> bool:
+    """Whether a layer runs on a copy of its input, which is no leaf."""
+    try:
+        module(hidden.clone())
+    except Exception as error:
+        logger.info("the layer fails on a copy of its input, too: %r", error)
+        return False
+    return True
 
 
 def _lacks_arguments(error: Exception, module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ tensors (packing.py); the first with the inputs of a microbatch, the loss with t
 """
 
 import copy
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from planaria.errors import ConfigError
 from planaria.models.layers import (
@@ -30,12 +32,15 @@ from planaria.models.layers import (
     TiedGroup,
     boundary,
     cross_entropy_sum,
+    kept_tensors,
     layer_seed,
     refuse_running_statistics,
     tied_groups,
 )
 from planaria.models.packing import unpack
 from planaria.user_functions import user_function
+
+logger = logging.getLogger(__name__)
 
 LayerItem: TypeAlias = nn.Module | Callable[[], nn.Module]
 
@@ -50,13 +55,12 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
     function = user_function(target, field="model.target")
     with _draw_from(seed):
         items, loss = _call(function, target=target)
-        with torch.device("meta"), _ignore_weights_on_meta():
-            # A layer's function runs on the meta device, because only shapes are needed here.
-            modules = [_build(item) for item in items]
+        modules = [_outline(item) for item in items]
     names = tuple(f"{index}.{type(module).__name__}" for index, module in enumerate(modules))
     for name, module in zip(names, modules, strict=True):
         refuse_running_statistics(name, module)
         _refuse_other_dtypes(name, module)
+        _refuse_computed(name, module)
     float32 = frozenset(
         f"{index}.{kept}"
         for index, module in enumerate(modules)
@@ -197,7 +201,7 @@ class _UserLayers:
             module = _build(factory)
         # A copy, because a parameter shared with another layer must be a separate leaf, and what
         # the function keeps must stay as it is for the next time.
-        module = copy.deepcopy(module)
+        module = _independent_copy(module)
         in_eval = [part for part in module.modules() if not part.training]
         module.train()  # The user's own may leave parts in eval mode.
         for part in in_eval:
@@ -283,6 +287,21 @@ def _wrong_return(target: str, value: object) -> ConfigError:
     )
 
 
+def _outline(item: LayerItem) -> nn.Module:
+    """The module, on the meta device if its function can be run there: only shapes are needed.
+
+    A function that takes numbers out of tensors cannot, and then takes the memory of its layer.
+    """
+    try:
+        with torch.device("meta"), _ignore_weights_on_meta():
+            return _build(item)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.info("a layer's function is run on the processor instead of meta: %r", error)
+    return _build(item)
+
+
 def _build(item: LayerItem) -> nn.Module:
     module = item if isinstance(item, nn.Module) else item()
     if not isinstance(module, nn.Module):
@@ -290,6 +309,26 @@ def _build(item: LayerItem) -> nn.Module:
             "model.target", type(module).__name__, "the function of a layer must return a module"
         )
     return module
+
+
+def _independent_copy(module: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the module.
+
+    Torch copies no tensor that was computed from parameters. Those that are left here are computed
+    anew by a hook before each forward, as for a norm of weights.
+    """
+    tensors = [leaf for part in module.modules() for leaf in tree_leaves(list(vars(part).values()))]
+    computed = [t for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None]
+    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in computed})
+
+
+def _refuse_computed(layer_name: str, module: nn.Module) -> None:
+    if names := kept_tensors(module):
+        remedy = (
+            f"it computes {', '.join(names)} from its parameters where it is built, and not again "
+            "while they are trained; compute it in forward, or detach() it"
+        )
+        raise ConfigError("model.target", f"layer {layer_name}", remedy)
 
 
 def _refuse_other_dtypes(layer_name: str, module: nn.Module) -> None:
