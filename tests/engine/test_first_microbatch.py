@@ -1,5 +1,6 @@
 """A user's layers and loss are examined on the first microbatch, before training."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from planaria.engine.blame import user_traceback
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError
 from planaria.models.first_microbatch import examine_loss
-from planaria.models.layers import SplitModel
+from planaria.models.layers import SplitModel, class_loss_sum
 from planaria.models.packing import pack
 from planaria.transport.timekeeping import Timekeeper
 
@@ -135,6 +136,47 @@ def test_a_loss_that_gets_more_than_rows_of_samples_is_let_through() -> None:
 def test_one_sample_may_be_taken_by_its_index() -> None:
     """Microbatches of one sample, of which a second one is not looked at."""
     _examine(lambda o, t: functional.mse_loss(o[0], t[0], reduction="sum"), size=1)
+
+
+@pytest.mark.parametrize(
+    ("output", "targets", "is_refused", "is_told"),
+    [
+        ((4, 6), (4,), False, False),
+        ((4, 5, 6), (4, 5), False, False),
+        ((4, 6, 6), (4, 6), False, True),
+        ((4, 6, 5), (4, 5), True, False),
+        ((4, 6, 5, 7), (4, 5, 7), True, False),
+        ((4, 6, 5, 6), (4, 5, 6), True, False),
+        ((4, 6, 5, 6), (4, 6, 5), False, False),
+        ((4, 6, 6, 6), (4, 6, 6), False, True),
+        ((4, 5, 6, 6), (4, 5, 6), False, False),
+        ((4, 5, 6), (20,), False, False),
+        ((4, 6, 6), (24,), False, True),
+        ((20, 6), (4, 5), False, False),
+    ],
+    ids=str,
+)
+def test_classes_are_in_the_last_dimension(
+    output: tuple[int, ...],
+    targets: tuple[int, ...],
+    is_refused: bool,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In the second, where torch has them, they were taken for places if there were as many."""
+    scores = torch.randn(output, generator=torch.Generator().manual_seed(1))
+    classes = torch.arange(math.prod(targets)).reshape(targets) % 5
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"x\.movedim\(1, -1\)"):
+            _examine(class_loss_sum, output=scores, targets=classes)
+        scores = scores.movedim(1, -1)
+
+    assert caplog.text == ""
+    _examine(class_loss_sum, output=scores, targets=classes)
+    assert ("not the second" in caplog.text) == is_told
+    if scores.shape[:-1] == classes.shape:
+        expected = functional.cross_entropy(scores.movedim(-1, 1), classes, reduction="sum")
+        torch.testing.assert_close(class_loss_sum(scores, classes), expected)
 
 
 class _Tempered(nn.Module):

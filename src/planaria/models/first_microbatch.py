@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from planaria.errors import ConfigError
-from planaria.models.layers import SplitModel, leaves_of, loss_call
+from planaria.models.layers import SplitModel, has_unclear_classes, leaves_of, loss_call
 from planaria.models.packing import describe, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ _GRADIENT_TOLERANCE: Final = 0.1  # Relative norm; a mean in bfloat16 is off by 
 _REPEAT_TOLERANCE: Final = 1e-4
 _ONE_ARGUMENT: Final = (
     "a layer gets one argument: what the layer before it returned; a tuple is not unpacked"
+)
+_UNCLEAR_CLASSES: Final = (
+    "the last layer returns %s for targets %s: the last dimension is taken for the classes, and "
+    "not the second, which is as long; if the classes are there, return x.movedim(1, -1)"
 )
 _CHANGES_INPUT: Final = (
     "it changes its input in place, which the layer before it, or another rank, may still need; "
@@ -102,7 +106,7 @@ def _lacks_arguments(error: Exception, module: nn.Module) -> bool:
 
 
 def examine_loss(model: SplitModel, output: Tensor, targets: Tensor, *, num_samples: int) -> None:
-    """Refuses a loss that cannot be trained by, or that is a mean.
+    """Refuses a loss that cannot be trained by, or is a mean; warns of classes that are unclear.
 
     It may draw random numbers, as the loss may.
 
@@ -130,6 +134,8 @@ def examine_loss(model: SplitModel, output: Tensor, targets: Tensor, *, num_samp
             "weights use the optimizer's weight_decay)"
         )
         raise ConfigError("model.target", call, remedy)
+    if model.has_class_loss and has_unclear_classes(*values):
+        logger.warning(_UNCLEAR_CLASSES, *map(describe, values))
     leaves, spec = tree_flatten(values)
     if not math.isfinite(loss.item()) or not _are_of_samples(leaves, num_samples):
         return

@@ -143,6 +143,11 @@ class SplitModel:
         """Number of layers, including embedding and head."""
         return len(self.layer_names)
 
+    @property
+    def has_class_loss(self) -> bool:
+        """Whether the loss is `class_loss_sum`, for want of one of the user's."""
+        return self._loss is class_loss_sum
+
     def materialise(self, layer: int) -> nn.Module:
         """The layer with its initial weights: float32, CPU, the same bits anywhere.
 
@@ -335,8 +340,43 @@ def tied_groups(names_by_layer: Sequence[dict[str, int]]) -> tuple[TiedGroup, ..
     return tuple(TiedGroup(tuple(group)) for group in uses.values() if len(group) > 1)
 
 
+def class_loss_sum(output: Tensor, targets: Tensor) -> Tensor:
+    """The loss of layers that have none: the cross entropy, with classes in the last dimension.
+
+    Raises:
+        ConfigError: targets are no class numbers, or classes are in the second dimension.
+    """
+    if targets.is_floating_point():
+        raise ConfigError(
+            "model.target",
+            str(targets.dtype),
+            "targets that are not class numbers need a loss: return (layers, loss_function), "
+            "where loss_function(output, targets) is the sum over the microbatch",
+        )
+    if targets.shape != output.shape[:-1] and _has_second_for_classes(output, targets):
+        remedy = (
+            "without a loss_function the loss is the cross entropy over the last dimension, and "
+            "the classes are in the second; let the last layer return x.movedim(1, -1), or return "
+            "(layers, loss_function)"
+        )
+        raise ConfigError("model.target", loss_call(output, targets), remedy)
+    return cross_entropy_sum(output, targets)
+
+
+def has_unclear_classes(output: Tensor, targets: Tensor) -> bool:
+    """Whether `class_loss_sum` may have taken the last dimension for the second by mistake."""
+    if output.dim() < 3 or output.shape[1] != output.shape[-1]:
+        return False
+    return targets.shape != output.shape[:-1] or _has_second_for_classes(output, targets)
+
+
+def _has_second_for_classes(output: Tensor, targets: Tensor) -> bool:
+    """Whether torch's own cross entropy would take the second of many dimensions for classes."""
+    return output.dim() > 2 and targets.shape == output.shape[:1] + output.shape[2:]
+
+
 def cross_entropy_sum(output: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy summed over class numbers; targets of -100 are ignored."""
+    """The cross entropy over the last dimension, summed; targets of -100 are ignored."""
     logits = output.reshape(-1, output.shape[-1]).float()
     return functional.cross_entropy(logits, targets.reshape(-1), ignore_index=-100, reduction="sum")
 

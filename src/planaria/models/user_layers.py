@@ -31,7 +31,7 @@ from planaria.models.layers import (
     SplitModel,
     TiedGroup,
     boundary,
-    cross_entropy_sum,
+    class_loss_sum,
     kept_tensors,
     layer_seed,
     refuse_running_statistics,
@@ -216,17 +216,6 @@ class _UserLayers:
         return dict(self.shapes[layer])
 
 
-def _class_loss_sum(output: Tensor, targets: Tensor) -> Tensor:
-    if targets.is_floating_point():
-        raise ConfigError(
-            "model.target",
-            str(targets.dtype),
-            "targets that are not class numbers need a loss: return (layers, loss_function), "
-            "where loss_function(output, targets) is the sum over the microbatch",
-        )
-    return cross_entropy_sum(output, targets)
-
-
 @contextmanager
 def _draw_from(seed: int) -> Iterator[None]:
     """A context in which torch, numpy and Python draw from the seed, and as before afterwards.
@@ -264,7 +253,7 @@ def _call(function: Callable[[], object], *, target: str) -> tuple[list[LayerIte
         ConfigError: the function returns something else.
     """
     result = function()
-    loss: LossFunction = _class_loss_sum
+    loss: LossFunction = class_loss_sum
     if isinstance(result, tuple):
         if len(result) != 2 or not callable(result[1]):
             raise _wrong_return(target, result)
