@@ -203,6 +203,22 @@ def test_the_layers_of_a_last_save_stay_when_its_manifest_is_refused() -> None:
     assert (end.ending, end.reason) == (Ending.UNSAVED, reason)
 
 
+def test_the_layers_of_a_last_save_stay_when_its_manifest_is_refused_in_an_evaluation() -> None:
+    """Ranks tell of the last iteration once they have evaluated what it gave."""
+    training = replace(RULES.job.training, iterations=NEXT + 1)
+    rules = replace(RULES, job=replace(RULES.job, training=training))
+    state, _ = after(training_halves(rules), whole(NEXT + 1), rules)
+    failed = SaveFailed(rank=BY_PUBLISHER, iteration=NEXT + 1, epoch=0, reason="503")
+    state, refused = after(state, [failed], rules)
+    done = [iteration_report(r, NEXT, epoch=0, ends=True) for r in HALVES.ranks]
+    _, commands = after(state, done, rules)
+
+    assert not of_type((*refused, *commands), Discard)
+    (end,) = of_type(commands, End)
+    assert end.ending is Ending.UNSAVED
+    assert f"503; all its layers stay in checkpoints/{NEXT + 1}-0" in end.reason
+
+
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_the_layers_of_a_last_save_stay_when_its_manifest_is_given_up(is_behind: bool) -> None:
     """The disk does not answer for it, or not even for the save before it."""

@@ -166,6 +166,26 @@ def test_the_last_save_waits_for_its_turn_until_its_epoch_is_over(
     assert saves == [(2, 0), (3, 1)]
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_last_save_is_written_once_though_it_begins_before_it_is_waited_for(
+    is_busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile held-out data are evaluated; after that where another save takes long."""
+    monkeypatch.setattr("planaria.engine.saver.WAIT_S", 0.0)
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_over=never)
+    if is_busy:
+        saver.save(layers(0), iteration=2, epoch=1)
+    saver.begin_last(layers(0), iteration=3, epoch=1)
+    wait_until(lambda: disk.num_begun == 1)
+    disk.may_write.set()
+    for _ in range(2):
+        saver.save_last(layers(0), iteration=3, epoch=1)
+
+    assert disk.iterations == ([2, 3] if is_busy else [3])
+
+
 @pytest.mark.parametrize("device", [PROCESSOR, LateDevice()], ids=["cpu", "late"])
 def test_a_layer_that_is_loaded_anew_changes_nothing_of_the_last_save_of_it(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

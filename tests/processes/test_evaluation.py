@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from helpers.jobs import digests, shaped_plan, tiny_job, train_shape, with_profile
 from helpers.left_runs import NoteDisplay
+from helpers.linked_ranks import wait_until
 from helpers.user_models import points, sequential
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
@@ -165,6 +166,35 @@ def test_the_last_evaluation_is_missed_in_words(
     assert not report.evaluations
     (text,) = [text for text in display.notes if "held-out" in text]
     assert f"not evaluated after {ITERATIONS} iterations: a node was lost" in text
+
+
+def saved_by_then(output: Tensor, _: Tensor) -> int:
+    """A metric that waits for a save to be complete, in the directory that the strike file names.
+
+    As `accuracy`, it does nothing in its first call.
+    """
+    path = Path(os.environ["STRIKE_FILE"])
+    if next(_NUM_CALLS) and path.exists():
+        saves = Path(path.read_text())
+        wait_until(lambda: any(saves.glob("*/manifest.json")))
+    return len(output)
+
+
+def test_the_last_save_is_complete_while_held_out_data_are_evaluated(
+    server: ForkServer, strike_file: Path, tmp_path: Path
+) -> None:
+    """That may take long, and whoever ends the job meanwhile may not wait for it."""
+    metrics = {"saved": "processes.test_evaluation:saved_by_then"}
+    config = replace(EVALUATION, every=ITERATIONS, metrics=metrics)
+    job = replace(_job(tmp_path, server, nodes=2), evaluation=config)
+    strike_file.write_text(job.checkpoint.directory)
+
+    report = Job(job).train(server=server).report
+
+    (record,) = report.evaluations
+    assert record.metrics["saved"] == 1.0
+    assert report.final.iteration == ITERATIONS
+    assert not report.events
 
 
 def odd(output: Tensor, _: Tensor) -> float:

@@ -319,10 +319,11 @@ def test_evaluations_come_between_iterations_and_after_the_last() -> None:
     assert actions[-3:] == (act.Evaluate(4), act.Reach("start", 4), act.Compute(4))
 
     _, actions = on_computed(training(state, start(2, 4)), 4, vector())
-    assert kinds(actions)[-2:] == [act.Evaluate, act.TellIteration]
+    # The last save has begun by then: an evaluation may take long, and be broken off.
+    assert kinds(actions)[-4:] == [act.Compare, act.BeginLast, act.Evaluate, act.TellIteration]
     # Whoever stops it waits for a save, and may have seconds.
     _, actions = on_computed(training(state, start(3, 2)), 2, vector(stop=1))
-    assert act.Evaluate not in kinds(actions)
+    assert not {act.BeginLast, act.Evaluate} & {*kinds(actions)}
 
 
 # -- how an epoch ends ----------------------------------------------------------------------------

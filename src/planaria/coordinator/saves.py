@@ -157,7 +157,10 @@ def _save_failed(rules: Rules, state: JobState, event: SaveFailed) -> Step:
 def _give_up(rules: Rules, state: JobState, event: SaveFailed) -> Step:
     """Drops a failed save; the layers of the last one stay if they are all there."""
     key = (event.iteration, event.epoch)
-    is_last = state.phase is Phase.SAVING and key == (state.commits.next_iteration, state.epoch)
+    # Before an evaluation it begins while the coordinator does not know that training has ended.
+    is_known = state.phase is Phase.SAVING
+    number = state.commits.next_iteration if is_known else rules.job.training.iterations
+    is_last = key == (number, state.epoch)
     if not is_last or key in state.saves.unsaved or not _has_all_layers(state, key):
         return _drop_save(state, event)
     where = f"{rules.job.checkpoint.directory.rstrip('/')}/{version_name(*key)}"

@@ -54,6 +54,7 @@ class Saver:
         self._is_written.set()
         self._error: Exception | None = None
         self._iteration, self._begin_s = -1, 0.0
+        self._last = -1, -1  # Iteration and epoch of the job's last save.
 
     @property
     def is_writing(self) -> bool:
@@ -74,6 +75,15 @@ class Saver:
         self._report_failure(iteration, epoch, reason, is_skipped=True)
         return False
 
+    def begin_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
+        """Begins what `save_last` waits for, unless another save takes long; then that begins it.
+
+        Nothing may change the layers until `save_last` has returned or the epoch is over.
+        """
+        timeout_s = self._begin_s + WAIT_S - time.monotonic()
+        if layers and self.wait_written(epoch, timeout_s=timeout_s):
+            self._begin_last(layers, iteration, epoch)
+
     def save_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
         """Saves layers of age `iteration` after the save in progress, if any.
 
@@ -81,18 +91,23 @@ class Saver:
         layer that is being written by then is not reported. Lack of memory is raised, not
         reported as a failed save: other holders of the layers may have the memory.
         """
-        if layers and self.wait_written(epoch):
-            # Nothing changes the layers meanwhile, so they need no copy.
-            states = {layer: held.state_views() for layer, held in layers.items()}
-            self._begin(
-                states,
-                iteration,
-                epoch,
-                is_reported=_is_refusal,
-                is_unchanged=lambda: not self._is_over(epoch),
-                pauses_s=_PAUSES_S,
-            )
-            self.wait_written(epoch)
+        if not layers or not self.wait_written(epoch) or self._last == (iteration, epoch):
+            return
+        self._begin_last(layers, iteration, epoch)
+        self.wait_written(epoch)
+
+    def _begin_last(self, layers: Mapping[int, HeldLayer], iteration: int, epoch: int) -> None:
+        # Nothing changes the layers meanwhile, so they need no copy.
+        states = {layer: held.state_views() for layer, held in layers.items()}
+        self._begin(
+            states,
+            iteration,
+            epoch,
+            is_reported=_is_refusal,
+            is_unchanged=lambda: not self._is_over(epoch),
+            pauses_s=_PAUSES_S,
+        )
+        self._last = iteration, epoch
 
     def leave(self, *, timeout_s: float) -> None:
         """Waits up to `timeout_s` for the save in progress; ignores its outcome."""

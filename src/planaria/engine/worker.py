@@ -283,6 +283,9 @@ class Worker:
                 is_begun = self._save(action.age)
                 self._iteration_end_s = self._links.timekeeper.now_s()
                 return on_save_begun(self._state, is_begun)
+            case act.BeginLast():
+                owned, age = self._owned_layers(self._current_start().plan), action.age
+                self._saver.begin_last(owned, iteration=age, epoch=self._state.epoch)
             case act.Evaluate():
                 assert self._evaluator is not None
                 self._copying.on_pause()

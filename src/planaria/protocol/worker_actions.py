@@ -135,6 +135,13 @@ class SaveFirst:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginLast:
+    """Begins to save the layers that this rank owns, which nothing changes before `SaveLast`."""
+
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluate:
     """Computes the loss of held-out data with the parameters of this age."""
 
@@ -208,7 +215,7 @@ class TellIteration:
 
 @dataclass(frozen=True, slots=True)
 class SaveLast:
-    """Saves the layers that this rank owns, and waits until they are written."""
+    """Saves the layers that this rank owns, unless `BeginLast` has begun that; waits for it."""
 
     age: int
 
@@ -252,6 +259,7 @@ Action = (
     | BeginEpoch
     | Compare
     | SaveFirst
+    | BeginLast
     | Evaluate
     | Compute
     | CheckVector

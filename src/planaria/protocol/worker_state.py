@@ -281,7 +281,7 @@ def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> Wor
     if saves:
         actions.append(act.Save(age))
     if ends and rules.evaluate_every and not vector.votes.stop:  # Who stops it waits for a save.
-        actions.append(act.Evaluate(age))
+        actions += [act.BeginLast(age), act.Evaluate(age)]
     return state, (*actions, act.TellIteration(iteration, vector, ends=ends, switches=switches))
 
 

@@ -303,7 +303,7 @@ class SimulatedWorker:
                 is_begun = await self._save(action.age)
                 self._iteration_end_s = self.process.now_s
                 return on_save_begun(self.state, is_begun)
-            case act.Evaluate():
+            case act.BeginLast() | act.Evaluate():
                 raise AssertionError(action)  # No scenario asks for evaluations.
             case act.Compute():
                 votes = partial(self._votes, action.iteration)
