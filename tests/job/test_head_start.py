@@ -132,7 +132,7 @@ def test_machines_that_are_asked_for_find_the_head_where_its_user_says(
     place = "head.example.com:29400"
     listening = replace(LISTENING, operator="./ask", advertised=place)
     job = left_job(tmp_path / "saves")
-    with open_head(job, listening, search_path=(), run="", note=lambda _: None) as head:
+    with open_head(job, listening, search_path=(), left=None, note=lambda _: None) as head:
         host, port = head.leader_sockets.address
 
     assert known == [place, f"{host}:{port}"]

@@ -193,21 +193,6 @@ def squared_norm_of_rows(gradient: Tensor) -> Tensor:
     return norms.double().square_().sum()
 
 
-def parts_to_step(
-    layers: Iterable[int], is_copied: Callable[[int], bool], training: TrainingConfig
-) -> list[list[int]]:
-    """The layers in parts, each for one optimizer step, in the order in which they should step.
-
-    In fast mode all that no copy holds back are one part, the first, and each other one is a part.
-    In deterministic mode each layer is one, so a step that raises costs no other layer.
-    """
-    free: list[int] = []
-    others: list[int] = []
-    for layer in layers:
-        (others if training.deterministic or not is_copied(layer) else free).append(layer)
-    return [*([free] if free else []), *([layer] for layer in others)]
-
-
 def clip_scale(training: TrainingConfig, gradient_norm: float) -> float:
     """Factor by which clipping multiplies gradients of this global norm, at most 1."""
     if training.gradient_clip <= 0:
