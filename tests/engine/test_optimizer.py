@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from planaria.core.job import TrainingConfig
+from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.engine.optimizer import (
     can_fuse,
     learning_rate,
@@ -19,6 +19,8 @@ from planaria.engine.optimizer import (
     optimizer_state,
     parts_to_step,
 )
+from planaria.engine.prepare import split_model
+from planaria.engine.stage import RankStage
 from planaria.errors import CheckpointError, ConfigError
 
 torch.set_num_threads(1)
@@ -397,3 +399,46 @@ def test_layers_that_a_copy_holds_back_hold_back_no_others() -> None:
     assert parts_to_step(range(5), {0, 2, 4}.__contains__, fast) == [[0, 2, 4], [1], [3]]
     assert parts_to_step([3], lambda _: False, fast) == [[3]]
     assert parts_to_step(range(2), lambda _: True, TrainingConfig()) == [[0], [1]]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_step_is_that_of_plain_torch_with_the_groups_of_nanogpt(deterministic: bool) -> None:
+    """Three iterations, with a layer loaded in between and one dropped."""
+    adamw = {"name": "AdamW", "weight_decay": 0.3}
+    training = TrainingConfig(
+        learning_rate=0.1, seed=3, deterministic=deterministic, optimizer=adamw, decay="matrices"
+    )
+    model = ModelConfig(kind="python", target="helpers.user_models:factories")
+    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
+    stage = RankStage(split, training=training)
+    stage.hold(range(3), states={}, age=0)
+    plain = {
+        (layer, name): nn.Parameter(parameter.detach().clone())
+        for layer, held in stage.layers.items()
+        for name, parameter in held.masters.items()
+    }
+    groups = [
+        {"params": [p for p in plain.values() if p.dim() >= 2], "weight_decay": 0.3},
+        {"params": [p for p in plain.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    assert all(group["params"] for group in groups)
+    fused = {"fused": not deterministic, "foreach": False}
+    optimizer = torch.optim.AdamW(groups, lr=0.1, **fused)  # type: ignore[arg-type]
+    for iteration in range(3):
+        if iteration == 2:
+            state = stage.layers[1].state()
+            stage.keep_only([0, 2])
+            stage.hold([1], states={1: state}, age=2)
+        generator = torch.Generator().manual_seed(iteration)
+        for layer, held in stage.layers.items():
+            held.clear()
+            for name, master in held.masters.items():
+                gradient = torch.randn(master.shape, generator=generator)
+                held._gradient_views[name].copy_(gradient)
+                plain[layer, name].grad = gradient
+            held.gradients_of = iteration
+        stage.apply(range(3), iteration, learning_rate=0.1, scale=1.0)
+        optimizer.step()
+
+    for (layer, name), parameter in plain.items():
+        assert torch.equal(parameter, stage.layers[layer].masters[name]), (layer, name)

@@ -515,47 +515,6 @@ def test_layers_that_step_together_get_the_bits_that_each_would_get_alone() -> N
         assert all((array == state[name]).all() for name, array in held.state().items())
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_the_step_is_that_of_plain_torch_with_the_groups_of_nanogpt(deterministic: bool) -> None:
-    """Three iterations, with a layer loaded in between and one dropped."""
-    adamw = {"name": "AdamW", "weight_decay": 0.3}
-    training = replace(TRAINING, deterministic=deterministic, optimizer=adamw, decay="matrices")
-    model = ModelConfig(kind="python", target="helpers.user_models:factories")
-    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
-    stage = RankStage(split, training=training)
-    stage.hold(range(3), states={}, age=0)
-    plain = {
-        (layer, name): nn.Parameter(parameter.detach().clone())
-        for layer, held in stage.layers.items()
-        for name, parameter in held.masters.items()
-    }
-    groups = [
-        {"params": [p for p in plain.values() if p.dim() >= 2], "weight_decay": 0.3},
-        {"params": [p for p in plain.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    assert all(group["params"] for group in groups)
-    fused = {"fused": not deterministic, "foreach": False}
-    optimizer = torch.optim.AdamW(groups, lr=0.1, **fused)  # type: ignore[arg-type]
-    for iteration in range(3):
-        if iteration == 2:
-            state = stage.layers[1].state()
-            stage.keep_only([0, 2])
-            stage.hold([1], states={1: state}, age=2)
-        generator = torch.Generator().manual_seed(iteration)
-        for layer, held in stage.layers.items():
-            held.clear()
-            for name, master in held.masters.items():
-                gradient = torch.randn(master.shape, generator=generator)
-                held._gradient_views[name].copy_(gradient)
-                plain[layer, name].grad = gradient
-            held.gradients_of = iteration
-        stage.apply(range(3), iteration, learning_rate=0.1, scale=1.0)
-        optimizer.step()
-
-    for (layer, name), parameter in plain.items():
-        assert torch.equal(parameter, stage.layers[layer].masters[name]), (layer, name)
-
-
 def test_a_state_that_is_loaded_is_the_one_that_steps() -> None:
     """Loading replaces the tensors of a layer that stepped with others before."""
     stage, other = _fast_stage(2), _fast_stage(2)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from helpers.fake_fork_server import FakeForkServer
 from helpers.heads import CREDENTIALS
 from helpers.machine_lines import FakeHead, MachineLine, fake_head
-from helpers.tasks import TIMEOUT_S
+from helpers.tasks import TIMEOUT_S, settle, wait_until
 from planaria.core.job import CheckpointConfig, JobConfig
 from planaria.core.machine_messages import (
     FromMachine,
@@ -109,6 +110,18 @@ class OfferedMachine:
         line = await self.head.next_line()
         line.tell(self.offer(run))
         await line.wait(MachineReady)
+        return line
+
+    async def run_node(self, *, parts: str = "") -> MachineLine[FromMachine]:
+        """The connection of the machine once it runs node 0.
+
+        Args:
+            parts: place of the parts that the node can save; "": it can save none.
+        """
+        line = await self.join()
+        line.tell(NodeRequested(msgspec.structs.replace(node_spec(self._job, 0), parts=parts)))
+        await wait_until(lambda: "runs node 0" in self.notes)
+        await settle()
         return line
 
     def request(self, node: int) -> NodeRequested:

@@ -6,24 +6,21 @@ import os
 import signal
 import socket
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
 import pytest
 
 from helpers.fake_fork_server import NO_PID
 from helpers.heads import head, runs
-from helpers.machine_lines import MachineLine, fake_head
-from helpers.offered_machines import OfferedMachine, node_spec, offered_machine
+from helpers.machine_lines import fake_head
+from helpers.offered_machines import offered_machine
 from helpers.tasks import TIMEOUT_S, is_readable, settle, wait_until
 from planaria.checkpoint.disk.parts import HeadMark, RunPlace
 from planaria.checkpoint.disk.storage import Directory
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.core.machine_messages import (
     ExaminationRequested,
-    FromMachine,
     JobOver,
     JobPrepared,
     LinkMeasured,
@@ -32,18 +29,16 @@ from planaria.core.machine_messages import (
     LinkServeRequested,
     MachineArrived,
     MachineExamined,
-    MachineLeaving,
     MachineReady,
     MachineUnfit,
     NodeEnded,
-    NodeRequested,
     PrepareRequested,
 )
 from planaria.core.specs import PrepareRequest
 from planaria.errors import ConfigError
 from planaria.nodes import forking, known_heads, machine, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
-from planaria.nodes.machine import EXIT_AGAIN, EXIT_UNFINISHED
+from planaria.nodes.machine import EXIT_UNFINISHED
 from planaria.nodes.part_reports import STATUS_SAVED
 from planaria.transport.credentials import make_credentials
 
@@ -332,7 +327,7 @@ async def test_a_node_goes_on_where_no_other_can_be_forked_when_its_head_comes_b
     """The machine asked for a fork server at each connection, and killed the node without one."""
     monkeypatch.setattr(forking, "PAUSE_S", 0.0)
     async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
-        line = await _with_node(made)
+        line = await made.run_node()
         made.server.renewals.extend(["it is gone"] * 3 * RENEWALS_MAX)
         made.server.lose("it is gone")
         await wait_until(lambda: any("can be started any more" in note for note in made.notes))
@@ -394,7 +389,7 @@ async def test_a_machine_leaves_a_stopped_head_that_its_node_has_given_up(
     """The kernel of such a head keeps the connection for ever, and the machine waited for it."""
     monkeypatch.setattr(machine, "_RETRY_S", 0.0)
     async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
-        line = await _with_node(made)
+        line = await made.run_node()
         os.eventfd_write(made.server.fds[1], 1)
         await line.wait_end()
         made.head.close()
@@ -408,7 +403,7 @@ async def test_a_node_that_gives_its_head_up_for_another_leaves_the_machine_with
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _):
-        line = await _with_node(made, parts="run-000001-00")
+        line = await made.run_node(parts="run-000001-00")
         given_up_fd = made.server.fds[1]
         line.reset()
         line = await made.head.next_line()
@@ -429,7 +424,7 @@ async def test_a_node_of_a_lost_run_saves_though_the_next_head_ends_before_it_tr
     """It was killed after ten seconds, with the newest state, when that head was interrupted."""
     monkeypatch.setattr(machine_node, "_LEAVE_TIMEOUT_S", 0.0)
     async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
-        line = await _with_node(made, parts="run-000001-00")
+        line = await made.run_node(parts="run-000001-00")
         line.reset()
         line = await made.head.next_line()
         line.tell(made.offer("another run"))
@@ -535,81 +530,3 @@ async def test_a_node_that_has_given_its_head_up_is_not_offered_to_the_next_one(
         line.tell(made.offer())
         assert (await line.wait(NodeEnded)) == NodeEnded(node=0, status=STATUS_SAVED)
         assert not running.done()
-
-
-async def _with_node(made: OfferedMachine, *, parts: str = "") -> MachineLine[FromMachine]:
-    """The connection of a machine that runs node 0, which can save if it has a place for parts."""
-    line = await made.join()
-    line.tell(NodeRequested(msgspec.structs.replace(node_spec(JOB, 0), parts=parts)))
-    await wait_until(lambda: "runs node 0" in made.notes)
-    await settle()
-    return line
-
-
-@runs
-async def test_an_unfit_machine_takes_no_node_and_is_to_be_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head is told what is wrong; another try may find it mended."""
-    check = "echo the fan stands; exit 1"
-    job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
-    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
-        line = await made.head.next_line()
-        line.tell(made.offer())
-        unfit = await line.wait(MachineUnfit)
-
-        assert unfit.reason == "the fan stands"
-        assert await running == EXIT_AGAIN
-        assert "this machine cannot take part: the fan stands" in made.notes
-
-
-@runs
-async def test_a_machine_is_examined_again_when_its_node_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have broken since; then it takes no other node."""
-    runs_file = tmp_path / "runs"
-    check = f"test ! -e {tmp_path}/broken; code=$?; echo >> {runs_file}; exit $code"
-    job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
-    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
-        line = await _with_node(made)
-        made.server.end(NO_PID + 1, -9)
-        await line.wait(NodeEnded)
-        # One run was before the node, and this one is after it.
-        await wait_until(lambda: runs_file.read_text() == "\n\n")
-        assert not running.done()
-        (tmp_path / "broken").touch()
-        line.tell(made.request(1))
-        await wait_until(lambda: "runs node 1" in made.notes)
-        await settle()
-        made.server.end(NO_PID + 2, -9)
-        unfit = await line.wait(MachineUnfit)
-
-        assert unfit.reason == "cluster.health_check ended with 1"
-        assert await running == EXIT_AGAIN
-
-
-@runs
-async def test_a_node_that_was_asked_for_before_the_examination_leaves_in_peace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head was quicker; the node was killed, and what it had trained was done again."""
-    check = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done; ! [ -e {tmp_path}/broken ]"
-    job = replace(JOB, cluster=replace(JOB.cluster, health_check=check))
-    (tmp_path / "go").touch()
-    async with offered_machine(tmp_path, monkeypatch, job=job) as (made, running):
-        line = await _with_node(made)
-        (tmp_path / "go").unlink()
-        (tmp_path / "broken").touch()
-        made.server.end(NO_PID + 1, -9)
-        await line.wait(NodeEnded)
-        line.tell(made.request(1))
-        await wait_until(lambda: "runs node 1" in made.notes)
-        await settle()
-        (tmp_path / "go").touch()
-        await line.wait(MachineLeaving)
-        assert not made.server.kills
-        assert not running.done()
-        made.server.end(NO_PID + 2, 0)
-
-        assert await running == EXIT_AGAIN
