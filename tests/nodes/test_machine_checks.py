@@ -17,7 +17,7 @@ from helpers.joined_machines import cluster
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
 from planaria.core.job import DataConfig, JobConfig
 from planaria.errors import ConfigError, LateError
-from planaria.nodes import machine_files, shared_saves
+from planaria.nodes import examination, machine_files, shared_saves
 from planaria.nodes.head.remote import machine_checks
 from planaria.nodes.input_files import input_digests
 from planaria.nodes.machine import EXIT_AGAIN, EXIT_UNFINISHED
@@ -47,6 +47,24 @@ async def test_machines_with_the_same_files_take_part(tmp_path: Path) -> None:
         await made.wait_ready(2)
 
     assert not (tmp_path / "saves").exists()
+
+
+@runs
+async def test_machines_with_different_pythons_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum of floats in the user's code has other bits from 3.12 on, but in no patch version."""
+    versions = {"python": "3.11.7", "torch": "2.13.0"}
+    monkeypatch.setattr(examination, "versions_of_this_machine", lambda: versions)
+    async with cluster(tmp_path, text_job(tmp_path)) as made:
+        for number, version in enumerate(("3.11.7", "3.11.9", "3.12.1"), start=1):
+            versions = {**versions, "python": version}
+            made.join()
+            await made.wait_ready(number)
+
+        (note,) = [note for note in made.notes if "may round" in note]
+    assert "Python '3.12'" in note
+    assert "'3.11'" in note
 
 
 @runs

@@ -11,7 +11,7 @@ and must not grow with the batch.
 See docs/protocol.md, "The commit vector".
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -100,7 +100,7 @@ class CommitVector:
 
     @property
     def gradient_norm(self) -> float:
-        return float(sum(self.squared_norms) ** 0.5)
+        return float(ordered_sum(self.squared_norms) ** 0.5)
 
     def is_last(self, iteration: int, training: TrainingConfig) -> bool:
         """Whether training ends after this iteration; all holders of the vector find the same."""
@@ -159,12 +159,23 @@ def commit_vector(total: npt.NDArray[np.float64], layout: VectorLayout) -> Commi
     assert np.array_equal(samples, numbers)
     return CommitVector(
         squared_norms=tuple(total[: layout.num_layers].tolist()),
-        # Python adds them in the order of the microbatches; numpy would add in another order.
-        loss=float(sum(total[layout.losses : layout.samples].tolist())),
+        loss=ordered_sum(total[layout.losses : layout.samples].tolist()),
         num_samples=layout.num_samples,
         sample_digest=sample_digest(samples),
         votes=_votes(total[-NUM_VOTES:].tolist()),
     )
+
+
+def ordered_sum(values: Iterable[float]) -> float:
+    """The sum of numbers that are added one after the other, and rounded each time.
+
+    It has the same bits everywhere. numpy adds in another order, and from Python 3.12 on `sum`
+    makes up for what was rounded off.
+    """
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 def encode_vector(vector: CommitVector) -> bytes:

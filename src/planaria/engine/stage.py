@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from planaria.core.commit import ordered_sum
 from planaria.core.job import TrainingConfig
 from planaria.core.plan import Recomputation
 from planaria.core.samples import mix
@@ -197,10 +198,7 @@ class HeldLayer:
             squares = [squared_norm_of_rows(flat) for flat in (self.gradients, *tied)]
         else:
             squares = [squared_norm(self._gradient_views[name]) for name in names]
-        total = 0.0
-        for square in torch.stack(squares).tolist() if squares else ():
-            total += square  # Not `sum`, which some versions of Python round differently.
-        return total
+        return ordered_sum(torch.stack(squares).tolist() if squares else ())
 
     def apply(self, iteration: int, *, learning_rate: float, scale: float) -> None:
         """Takes the optimizer step of an iteration; does nothing if it was taken already.

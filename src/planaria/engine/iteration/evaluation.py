@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planaria.core.commit import ordered_sum
 from planaria.core.job import JobConfig
 from planaria.core.messages import Evaluated
 from planaria.core.plan import Plan, Route
@@ -241,11 +242,12 @@ class Evaluator:
         seconds = time.monotonic() - begin_s
         result = Evaluated(
             iteration=age,
-            loss=_finite(sum(losses) / num_targets),
+            loss=_finite(ordered_sum(losses) / num_targets),
             num_samples=held_out.num_samples,
             num_targets=int(sum(targets)),
             metrics={
-                n: _finite(sum(row) / num_targets) for n, row in zip(names, others, strict=True)
+                n: _finite(ordered_sum(row) / num_targets)
+                for n, row in zip(names, others, strict=True)
             },
             seconds=seconds,
         )
