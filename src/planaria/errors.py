@@ -1,7 +1,7 @@
 """Every exception that planaria raises.
 
 PlanariaError
-|-- ConfigError          the user's mistake: exit code 2
+|-- ConfigError          the user's mistake: exit code 2; 75 if it is a place that may be back later
 |   `-- DivergedError    training diverged
 |-- DoneError            the job that somebody starts again is done: exit code 0
 |-- InfeasibleError      no plan satisfies what is asked for; callers turn it into a ConfigError

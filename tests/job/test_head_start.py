@@ -1,11 +1,14 @@
 """What a head does before its machines come, so that it has time for them afterwards."""
 
 import ast
+import errno
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -15,13 +18,16 @@ from helpers.left_runs import LISTENING, ReturningMachine, left_job
 from planaria.checkpoint.disk.parts import EpochMark, RunPlace
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.job import JobConfig
-from planaria.errors import DoneError
+from planaria.errors import ConfigError, DoneError, LateError, UnwritableError
 from planaria.job import on_machines
 from planaria.job.config import load_job
 from planaria.job.on_machines import open_head
 from planaria.job.save_facts import fingerprint
 from planaria.job.training_job import HEAD_PRELOAD, Job
+from planaria.nodes.head.process_events import wait_until
+from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.platforms import LostMachine, Platform
+from planaria.nodes.machine import EXIT_AGAIN
 from planaria.transport.credentials import write_credentials
 
 RESTORER = Path(__file__).parents[2] / "src" / "planaria" / "restorer"
@@ -62,6 +68,56 @@ def test_a_head_refuses_a_job_that_cannot_be_planned_before_machines_are_told_it
 
     assert_mistake(result, "cluster.device_memory_bytes")
     assert "listening at" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(None, 75), (errno.ESTALE, 75), (errno.EIO, 75), (errno.EACCES, 2)]
+)
+def test_a_head_whose_place_of_saves_is_away_is_to_be_started_again(
+    number: int | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server began anew while a lost head was started again: that ended the job for good, as
+    the user's mistake. What a person has to mend still does."""
+    token, saves = tmp_path / "token", tmp_path / "saves"
+    write_credentials(token)
+    saves.mkdir()
+    real = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path == saves and number is None:
+            raise LateError("no answer")
+        if path == saves and number is not None:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    options = ("--listen", "127.0.0.1:0", "--token-file", str(token), "--resume-if-saved")
+    result = command("train", str(PACED), *options, "--set", f"checkpoint.directory={saves}")
+
+    assert (result.exit_code, EXIT_AGAIN) == (code, 75)
+    assert "planaria: checkpoint.directory = " in result.stderr
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_machines_wait_for_a_head_that_is_started_again_as_its_place_of_saves_was_away(
+    is_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were told that the job was over, and no scheduler started all of them again."""
+    machine = ReturningMachine()
+
+    def fail(head: OpenHead, *_: object) -> NoReturn:
+        has_come = wait_until(lambda: bool(head.machines.connected), timeout_s=60.0)
+        head.runner.run(has_come)
+        cause = LateError("no answer") if is_away else UnwritableError("read-only")
+        raise ConfigError("checkpoint.directory", "saves", str(cause)) from cause
+
+    monkeypatch.setattr(on_machines, "gather", fail)
+    listening = replace(LISTENING, reattaches=False)
+    with pytest.raises(ConfigError):
+        Job(left_job(tmp_path / "saves")).run(listening=listening, display=machine.display)
+    machine.join()
+
+    assert machine.is_told is not is_away
 
 
 class NoPlatform:

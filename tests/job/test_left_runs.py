@@ -1,5 +1,6 @@
 """What becomes of the run of a killed head if the head that takes it up does not go on."""
 
+import errno
 import os
 import signal
 import threading
@@ -403,6 +404,19 @@ def test_a_disk_that_does_not_answer_is_told_before_a_run_is_looked_for_there(
     with pytest.raises(ConfigError, match=r"did not answer within 0\.05 s"):
         Job(job).run()
     is_over.set()
+
+
+def test_a_disk_whose_server_begins_anew_is_told_before_a_run_is_looked_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ended with a traceback, as if planaria were at fault."""
+
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "saves")
+
+    monkeypatch.setattr(on_machines, "left_directories", fail)
+    with pytest.raises(ConfigError, match="check that disk; nothing was trained"):
+        Job(left_job(tmp_path / "saves")).run()
 
 
 def test_a_head_that_had_started_no_node_is_not_missed(tmp_path: Path) -> None:

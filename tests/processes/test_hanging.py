@@ -20,6 +20,7 @@ from planaria.job import training_job as library
 from planaria.job.training_job import Job, SilentDisplay
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head import journal_place
+from planaria.nodes.machine import EXIT_AGAIN
 
 TIMEOUT_S = 0.3
 
@@ -54,7 +55,7 @@ def test_a_resume_says_which_file_does_not_answer(
 
     told = f"{manifest} did not answer within {TIMEOUT_S} s (checkpoint.timeout_s)"
     for one in (result, anew):
-        assert_mistake(one, told)
+        assert_mistake(one, told, code=EXIT_AGAIN)
 
 
 @pytest.mark.parametrize("module", [claim, journal_place])
@@ -78,7 +79,7 @@ def test_a_resume_says_that_a_directory_does_not_answer(
     is_over.set()
 
     told = f"{directory} did not answer within {TIMEOUT_S} s"
-    assert_mistake(result, told, "nothing was trained")
+    assert_mistake(result, told, "nothing was trained", code=EXIT_AGAIN)
 
 
 @pytest.mark.parametrize("state", ["", "state"])

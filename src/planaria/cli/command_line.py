@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from planaria.checkpoint.disk.storage import absolute_path
+from planaria.checkpoint.disk.storage import absolute_path, may_pass
 from planaria.errors import (
     CheckpointError,
     ConfigError,
@@ -65,7 +65,7 @@ def exit_codes() -> Iterator[None]:
     except DoneError as error:
         text, code = str(error), 0
     except ConfigError as error:
-        text, code = str(error), 2
+        text, code = str(error), os.EX_TEMPFAIL if may_pass(error) else 2
     except TrainingError as error:
         standing = f"; {error.checkpoint_text}" if error.checkpoint_text else ""
         text, code = f"{_failure(error)}; see above{standing}", 1

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from planaria.checkpoint.disk.claim import claim
-from planaria.checkpoint.disk.storage import Storage, is_url
+from planaria.checkpoint.disk.storage import Storage, is_url, may_pass
 from planaria.checkpoint.disk.tiers import (
     UNPUBLISHED,
     Manifest,
@@ -266,12 +266,21 @@ def _check_store(storage: Storage, note: Callable[[str], None]) -> None:
 
 @contextmanager
 def _answering_in_time(config: JobConfig) -> Iterator[None]:
-    """Makes a disk or store that does not answer the user's mistake, to repair before training."""
+    """Makes a disk or store that does not answer the user's mistake, to repair before training.
+
+    Also a disk that fails where nothing else expects it, as a file server does that begins anew.
+    """
+    directory = config.checkpoint.directory
     try:
         yield
     except LateError as error:
         remedy = f"{error} (checkpoint.timeout_s); check that disk or store; nothing was trained"
-        raise ConfigError("checkpoint.directory", config.checkpoint.directory, remedy) from error
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        remedy = f"{error}; check that disk; nothing was trained"
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
 
 
 @contextmanager

@@ -11,7 +11,6 @@ Both are removed. A place that stalls or refuses for a while costs newer saves, 
 is asked again for a minute. All functions here may block for so long; they are called in threads.
 """
 
-import errno
 import logging
 import secrets
 import shutil
@@ -22,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from planaria.checkpoint.disk.storage import Storage, is_url, storage_of
+from planaria.checkpoint.disk.storage import Storage, is_url, may_pass, storage_of
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage, answer_in_time
-from planaria.errors import CheckpointError, ConfigError, LateError, UnreadableError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ _TIMEOUT_S: Final = 10.0  # Time limit of a request.
 _PATIENCE_S: Final = 60.0  # Time in which a place that does not answer, or refuses, may recover.
 _CACHED_S: Final = 5.0  # A client of NFS may show what was there some seconds ago.
 _RETRY_S: Final = 0.2
-# What a place refuses for a while only; whatever else it refuses is the user's to mend.
-_PASSING: Final = frozenset({errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT})
 
 Answer = TypeVar("Answer")
 
@@ -57,8 +54,8 @@ def place_mark(place: str) -> Iterator[str]:
     try:
         try:
             if not is_url(place):
-                made = _patient_answer(partial(_missing, Path(place)), may_pass=_may_pass)
-            _write(place, f"{_PREFIX}{mark}/{_HEAD}", mark, may_pass=_may_pass)
+                made = _patient_answer(partial(_missing, Path(place)), may_pass=may_pass)
+            _write(place, f"{_PREFIX}{mark}/{_HEAD}", mark, may_pass=may_pass)
         except CheckpointError as error:
             raise ConfigError(_FIELD, place, str(error)) from error
         yield mark
@@ -178,13 +175,6 @@ def _patient_answer(
             logger.log(level, "%s; it is tried again for up to %g s", error, _PATIENCE_S)
         level = logging.INFO  # Once is enough for the user.
         time.sleep(_RETRY_S)
-
-
-def _may_pass(error: CheckpointError) -> bool:
-    """Whether a place may take later what it has not taken, although nobody mends anything."""
-    cause = error.__cause__
-    is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
-    return is_passing or isinstance(error, LateError)
 
 
 def _has(place: str, name: str, text: str) -> bool:

@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 
 from helpers.object_store import BUCKET, object_store, settings
 from planaria.checkpoint.disk.outgoing import export_parameters, kept_saves, save_as
-from planaria.checkpoint.disk.storage import storage_of
+from planaria.checkpoint.disk.storage import may_pass, storage_of
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
-from planaria.errors import CheckpointError, ConfigError, UnreadableError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError, UnwritableError
 
 LAYERS = 3
 
@@ -491,8 +491,35 @@ def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
         endpoint = f"http://127.0.0.1:{sock.getsockname()[1]}"
     with patch.dict(os.environ, settings(endpoint)):
         tier = tier_of("s3://somewhere/jobs")
-        with pytest.raises(CheckpointError, match="cannot list s3://somewhere/jobs"):
+        with pytest.raises(CheckpointError, match="cannot list s3://somewhere/jobs") as caught:
             tier.versions()
+
+    assert may_pass(caught.value)
+
+
+@pytest.mark.parametrize(("late_s", "passes"), [(-1.0, True), (math.inf, False)])
+def test_what_a_store_may_give_later_is_told_from_what_a_person_has_to_mend(
+    late_s: float, passes: bool
+) -> None:
+    """It is overloaded (503), or refuses for good (403)."""
+    answer = {"GET": late_s}
+    with (
+        object_store(lambda method, _: answer.get(method, 0.0)) as url,
+        pytest.raises(CheckpointError) as caught,
+    ):
+        storage_of(url).entries("")
+
+    assert may_pass(caught.value) == passes
+
+
+def test_a_store_without_conditions_of_requests_is_one_to_replace() -> None:
+    """Its client takes the answer for one that may pass."""
+    error = UnwritableError("cannot write")
+    for answer, passes in (("501 Not Implemented", False), ("500 Internal Server Error", True)):
+        text = f"Generic S3 error: Error performing PUT http://a/b in 1s, after 4 retries, {answer}"
+        error.__cause__ = RuntimeError(text)
+
+        assert may_pass(error) == passes
 
 
 STORAGE = "planaria.checkpoint.disk.storage"

@@ -21,7 +21,14 @@ from typing import Any, Final, Protocol
 
 import xxhash
 
-from planaria.errors import CheckpointError, ConfigError, UnreadableError, UnwritableError
+from planaria.errors import (
+    CheckpointError,
+    ConfigError,
+    LateError,
+    PlanariaError,
+    UnreadableError,
+    UnwritableError,
+)
 
 # A request that a store has not answered within 60 s, with all that it sends, fails. So a content
 # is read in pieces. The endpoint that the user sets decides whether TLS is used.
@@ -35,6 +42,12 @@ PARTIAL: Final = ".partial"  # How the names of files end that are still being w
 
 # The error in a server's XML answer.
 _ERROR_FIELDS: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")
+
+# What a disk refuses for a while only; whatever else it refuses is the user's to mend.
+_PASSING: Final = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT})
+# A client of a store has tried again what may pass: no connection, or an answer such as 503. It
+# takes 501 for that as well, the answer of a store that does not know conditions of requests.
+_PASSING_TEXT: Final = re.compile(r"after [0-9]+ retries\b(?!.*\b501 )")
 
 # What is written: one run of bytes, or several end to end.
 Content = bytes | tuple[memoryview, ...]
@@ -107,6 +120,21 @@ def digest_of(content: Content) -> tuple[int, str]:
     for part in parts_of(content):
         hasher.update(part)
     return sum(map(len, parts_of(content))), hasher.hexdigest()
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a place may take or give later what it refuses now, although nobody mends it.
+
+    Args:
+        error: an error of the place, or one that was raised because of such an error.
+    """
+    if isinstance(error, LateError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    if isinstance(error, PlanariaError):
+        return error.__cause__ is not None and may_pass(error.__cause__)
+    return _PASSING_TEXT.search(str(error)) is not None
 
 
 def storage_of(place: str) -> Storage:

@@ -112,8 +112,8 @@ class SavedVersion:
     Attributes:
         manifest: its manifest; None: the version is not complete.
         reason: why the version is not complete; empty: it is.
-        is_unreadable: whether its manifest exists and could not be read now: the version may prove
-            complete another time.
+        error: the error with which its manifest, which exists, could not be read now: the version
+            may prove complete another time. None: there was none.
         is_kept: whether the user keeps it for good.
         num_bytes: size of all its files.
         modified_s: time at which the last of them was written, in seconds since 1970.
@@ -123,7 +123,7 @@ class SavedVersion:
     epoch: int
     manifest: Manifest | None
     reason: str
-    is_unreadable: bool = False
+    error: UnreadableError | None = None
     is_kept: bool = False
     num_bytes: int = 0
     modified_s: float = 0.0
@@ -132,6 +132,11 @@ class SavedVersion:
     def name(self) -> str:
         """The name of its directory."""
         return version_name(self.iteration, self.epoch)
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether its manifest could not be read now."""
+        return self.error is not None
 
 
 def newest_complete(versions: Iterable[SavedVersion]) -> Manifest | None:
@@ -144,8 +149,8 @@ def newest_complete(versions: Iterable[SavedVersion]) -> Manifest | None:
         UnreadableError: a newer version cannot be read now, and may be complete.
     """
     for version in versions:
-        if version.is_unreadable:
-            raise UnreadableError(version.reason)
+        if version.error is not None:
+            raise version.error
         if version.manifest is not None:
             return version.manifest
     return None
@@ -409,19 +414,19 @@ class Tier:
         self, iteration: int, epoch: int, entries: Mapping[str, ContentInfo]
     ) -> SavedVersion:
         version = version_name(iteration, epoch)
-        manifest, reason, is_unreadable = None, "", False
+        manifest, reason, unread = None, "", None
         try:
             manifest = self._manifest(version, entries)
         except LateError:  # A storage that did not answer says nothing about this version.
             raise
         except CheckpointError as error:
-            reason, is_unreadable = str(error), isinstance(error, UnreadableError)
+            reason, unread = str(error), error if isinstance(error, UnreadableError) else None
         return SavedVersion(
             iteration,
             epoch,
             manifest,
             reason,
-            is_unreadable,
+            unread,
             is_kept=f"{version}/{_KEPT}" in entries,
             num_bytes=sum(entry.num_bytes for entry in entries.values()),
             modified_s=max(entry.modified_s for entry in entries.values()),

@@ -15,9 +15,10 @@ from typing import Final
 
 import msgspec
 
+from planaria.checkpoint.disk.storage import may_pass
 from planaria.core.kinds import Ending
 from planaria.core.records import AgentEnded, Ended
-from planaria.errors import DoneError
+from planaria.errors import ConfigError, DoneError
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.head.remote.cluster_examination import examine_machines
 from planaria.nodes.head.remote.machine_operator import MachineOperator
@@ -230,24 +231,30 @@ class OpenHead:
                     self.is_taken = self.keeps_run = True
 
     async def _close_after(self, error: BaseException | None) -> None:
-        """Closes the port; a job that turned out to be done is so for the machines, too."""
-        ended = None
+        """Closes the port; a job that turned out to be done is so for the machines, too.
+
+        If the place of saves is away, the next head finds the machines still looking for one.
+        """
+        ended, is_away = None, isinstance(error, ConfigError) and may_pass(error)
         if isinstance(error, DoneError):
             ended = asyncio.get_running_loop().create_future()
             text = str(error)
             done = Ended(ending=Ending.FINISHED, reason=text, failure=None, nodes=(), epoch=0)
             ended.set_result(done)
-        await self.close(ended)
+        await self.close(ended, is_away=is_away)
 
-    async def close(self, ended: asyncio.Future[Ended] | None) -> None:
+    async def close(self, ended: asyncio.Future[Ended] | None, *, is_away: bool = False) -> None:
         """Tells the machines how the job has ended, and closes the port. Idempotent.
 
         Machines of a run that is kept are told nothing, and look for the next head.
+
+        Args:
+            is_away: whether the next head begins what this one could not, on the same machines.
         """
         if self._touching is not None:
             self._touching.cancel()
         await self._look_for_successor()
-        if self.keeps_run:
+        if self.keeps_run or is_away:
             await self.machines.close()
         else:
             await self.machines.end_all(_result_of(ended), is_early=self.stops_early)
