@@ -152,6 +152,8 @@ def test_a_node_leaves_at_a_commit_and_only_then(word: str) -> None:
     assert cluster.state.nodes == (0, 2)
     (leave,) = [c for c in cluster.commands if isinstance(c, Tell) and c.nodes == (1,)]
     assert isinstance(leave.message, Shutdown)
+    (order,) = joins(cluster)
+    assert 0.0 < order.put_off_s < 15.0  # It may wait for saves.
     (changed,) = of_type(cluster.commands, Changed)
     assert changed.kinds == {1: word}
     assert committed(cluster) == [FIRST, FIRST + 1, FIRST + 2]

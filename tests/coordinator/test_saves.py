@@ -357,6 +357,28 @@ def test_saves_that_are_whole_survive_a_loss() -> None:
     assert publish.iteration == NEXT + 1
 
 
+def test_a_save_that_a_loss_breaks_off_is_told() -> None:
+    """If losses come faster than a save is written, none is ever complete."""
+    part = save_report(1, NEXT, epoch=0, layers=UPPER[:1])
+    _, commands = after(training_halves(RULES), [part, *lost((3,))], RULES)
+
+    (text,) = (warned.text for warned in of_type(commands, Warned) if "save" in warned.text)
+    count = f"1 of {len(LOWER) + len(UPPER)} layers"
+    assert (
+        text == f"the save of iteration {NEXT} was broken off by a recovery, with {count} written"
+    )
+
+
+def test_a_save_that_is_dropped_for_a_newer_one_is_told() -> None:
+    """A node that left did not write its part of it."""
+    part = save_report(1, NEXT, epoch=0, layers=UPPER)
+    _, commands = after(training_halves(RULES), [part, *whole(NEXT + 1)], RULES)
+
+    assert [publish.iteration for publish in of_type(commands, Publish)] == [NEXT + 1]
+    (warned,) = of_type(commands, Warned)
+    assert f"the save of iteration {NEXT} was broken off by nodes that left" in warned.text
+
+
 def test_saves_of_before_are_dropped_where_all_go_back() -> None:
     """What is trained anew is another history, and what they go back to is older than these."""
     events: list[Event] = [*whole(NEXT), *whole(NEXT + 1), *lost((0, 2))]

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -54,7 +55,7 @@ class Line:
     def give(self, *orders: Order) -> None:
         """Tells the worker what to do."""
         for order in orders:
-            self.line, _ = on_message(self.line, order)
+            self.line, _ = on_message(self.line, order, now_s=time.monotonic())
             if isinstance(order, Abort):
                 self._links.abort("a member is lost", first_epoch=order.epoch)
             self._orders.put(order)

@@ -47,6 +47,7 @@ from planaria.protocol.worker_state import (
 )
 
 RANK, PID, ADDRESS = 1, 4711, ("10.0.0.1", 1234)
+NOW_S = 50.0
 PLAN = plain_plan(0, (pipeline((0, 2, 4), (0, 1)),), (2,))
 RULES = WorkerRules(
     rank=RANK,
@@ -274,7 +275,9 @@ def test_a_save_that_could_not_begin_is_made_when_all_ranks_can() -> None:
     state, actions = begun(NEW, start(persists=True))
     assert actions[-2:] == (act.Compare(0), act.SaveFirst(0))
     state, _ = on_save_begun(state, False)
-    ballot = votes(state, MessageSummary(), copied=0, uncopied=0, is_writing=True)
+    ballot = votes(
+        state, MessageSummary(), iteration=0, now_s=NOW_S, copied=0, uncopied=0, is_writing=True
+    )
     state, _ = told(state, 0, vector(unsaved=1, writing=1))
     _, later = on_computed(state, 1, vector(unsaved=1))
     state, _ = told(state, 1, vector(unsaved=1))
@@ -384,13 +387,13 @@ def test_a_rank_without_a_head_writes_its_part_of_the_newest_epoch_that_it_has_h
 
 def test_a_save_is_wanted_until_its_epoch_is_left_or_the_job_is_over() -> None:
     """An order that comes again, or one to begin the next epoch at a commit, ends nothing."""
-    line, _ = on_message(MessageSummary(), start(epoch=1))
-    line, _ = on_message(line, start(epoch=2, iteration=AT_COMMIT))
+    line, _ = on_message(MessageSummary(), start(epoch=1), now_s=NOW_S)
+    line, _ = on_message(line, start(epoch=2, iteration=AT_COMMIT), now_s=NOW_S)
 
     assert not line.is_over(1)
-    assert on_message(line, Abort(epoch=2, nodes=(0,)))[0].is_over(1)
-    assert on_message(line, Shutdown())[0].is_over(1)
-    assert on_message(line, SavePart())[0].is_over(2)
+    assert on_message(line, Abort(epoch=2, nodes=(0,)), now_s=NOW_S)[0].is_over(1)
+    assert on_message(line, Shutdown(), now_s=NOW_S)[0].is_over(1)
+    assert on_message(line, SavePart(), now_s=NOW_S)[0].is_over(2)
 
 
 def test_evaluations_that_are_no_better_than_the_best_end_training() -> None:
@@ -410,21 +413,68 @@ def test_evaluations_that_are_no_better_than_the_best_end_training() -> None:
 
 def test_a_rank_votes_for_an_early_end_beside_what_it_was_told() -> None:
     """That training ends early, and that somebody wants it to stop, are different things."""
-    line, _ = on_message(MessageSummary(), StopRequested())
-    ballot = votes(training(), line, copied=0, uncopied=0, is_writing=False, early=True)
+    line, _ = on_message(MessageSummary(), StopRequested(), now_s=NOW_S)
+    ballot = votes(
+        training(),
+        line,
+        iteration=0,
+        now_s=NOW_S,
+        copied=0,
+        uncopied=0,
+        is_writing=False,
+        early=True,
+    )
 
     assert ballot == Votes(stop=1, early=1)
 
 
+@pytest.mark.parametrize(
+    ("iteration", "is_writing", "later_s", "switches"),
+    [
+        (0, False, 0.0, True),
+        (0, True, 4.0, False),
+        (1, False, 4.0, False),  # A save is due after it.
+        (0, True, 5.0, True),
+        (1, False, 5.0, True),
+    ],
+)
+def test_a_commit_after_which_nodes_leave_waits_for_saves_for_a_while(
+    iteration: int, is_writing: bool, later_s: float, switches: bool
+) -> None:
+    """A rank that left had a second for its part of one, and the save was never complete."""
+    state = training(replace(NEW, rules=replace(RULES, persist_every=2)))
+    order = start(epoch=1, iteration=AT_COMMIT, put_off_s=5.0)
+    line, _ = on_message(MessageSummary(), order, now_s=NOW_S)
+    ballot = votes(
+        state,
+        line,
+        iteration=iteration,
+        now_s=NOW_S + later_s,
+        copied=0,
+        uncopied=0,
+        is_writing=is_writing,
+    )
+
+    assert bool(ballot.switch) == switches
+
+
 def test_a_rank_votes_as_it_was_told_meanwhile() -> None:
     """A stop is asked for until an epoch begins after it; the next epoch until it is begun."""
-    line, order = on_message(MessageSummary(), StopRequested())
-    line, _ = on_message(line, start(epoch=1, iteration=AT_COMMIT))
-    ballot = votes(training(), line, copied=1, uncopied=0, is_writing=False)
-    resumed, _ = on_message(line, start(epoch=3))
+    line, order = on_message(MessageSummary(), StopRequested(), now_s=NOW_S)
+    line, _ = on_message(line, start(epoch=1, iteration=AT_COMMIT), now_s=NOW_S)
+    ballot = votes(
+        training(), line, iteration=0, now_s=NOW_S, copied=1, uncopied=0, is_writing=False
+    )
+    resumed, _ = on_message(line, start(epoch=3), now_s=NOW_S)
 
     assert order is None
     assert ballot == Votes(stop=1, switch=1, copied=1)
     assert votes(
-        training(NEW, start(epoch=3)), resumed, copied=0, uncopied=0, is_writing=False
+        training(NEW, start(epoch=3)),
+        resumed,
+        iteration=0,
+        now_s=NOW_S,
+        copied=0,
+        uncopied=0,
+        is_writing=False,
     ) == (Votes(stop=0))

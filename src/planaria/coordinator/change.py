@@ -31,6 +31,7 @@ that have to move.
 from collections.abc import Sequence
 from functools import partial
 from math import frexp, inf
+from typing import Final
 
 import msgspec
 
@@ -73,6 +74,8 @@ from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
 from planaria.policies.traits import TRAITS
+
+_PUT_OFF_S_MAX: Final = 20.0  # Nodes that join wait for all others for at most a minute.
 
 
 def begin_change(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -383,13 +386,14 @@ def _record_switch(state: JobState) -> Step:
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 
 
-def on_switch_recorded(rules: Rules, state: JobState) -> Step:
+def on_switch_recorded(rules: Rules, state: JobState, now_s: float) -> Step:
     """Tells everybody to begin the next epoch together, once its members are on record."""
     change, switch = state.change, state.switch
     assert change is not None
     assert switch is not None
     state = replace(state, change=replace(change, switch=replace(switch, is_told=True)))
     order = _order(rules, state, switch, AT_COMMIT)
+    order = msgspec.structs.replace(order, put_off_s=_put_off_s(state, switch, now_s))
     state, warnings = with_exposed_domains(rules, state, switch.plan, order.copies)
     return state, (Tell(order, tuple(sorted({*state.nodes, *switch.nodes}))), *warnings)
 
@@ -410,6 +414,17 @@ def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> Sta
         copies=copies,
         idle=idle_of(rules, switch.plan, copies),
     )
+
+
+def _put_off_s(state: JobState, switch: Switch, now_s: float) -> float:
+    """Seconds for which a switch may wait for saves, which would lack what leaving nodes write.
+
+    They may take half of the time that these have left once three more iterations are computed.
+    """
+    leaving = state.membership.leaving.items()
+    untils_s = [leave.until_s for node, leave in leaving if node not in switch.nodes]
+    left_s = min(untils_s, default=now_s) - now_s - 3.0 * iteration_s(state)
+    return min(max(0.0, left_s / 2.0), _PUT_OFF_S_MAX)
 
 
 def on_next_epoch_ready(state: JobState, ready: EpochReady) -> JobState:

@@ -68,7 +68,7 @@ from planaria.coordinator.outcomes import (
     votes,
 )
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
-from planaria.coordinator.saves import await_saves, has_late_answer
+from planaria.coordinator.saves import await_saves, has_late_answer, without_partial
 from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSearch, Step
 from planaria.coordinator.transition_choice import (
     choice_among,
@@ -124,8 +124,7 @@ def begin_recovery(
         postponed={n: leave for n, leave in members.postponed.items() if n in remaining},
         history=history,
     )
-    # A save with all layers on disk lacks only its manifest; the job may go back to it.
-    files = {k: f for k, f in state.saves.files.items() if len(f) == state.plan.num_layers}
+    state, notices = without_partial(state)
     state = replace(
         state,
         epoch=epoch,
@@ -135,16 +134,16 @@ def begin_recovery(
         change=None,
         membership=members,
         facts=EpochFacts(loss=loss, holding=_sure_holders(state)),
-        saves=replace(state.saves, files=files, since_epoch=epoch),
+        saves=replace(state.saves, since_epoch=epoch),
         search=PlanSearch(short_of_memory=state.search.short_of_memory),
     )
     state = without_gone(without_former_members(state))
-    notice = _notice(state, raised)
+    notices = (Notify(_notice(state, raised)), *notices)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not (remaining or can_await(rules, state) or may_return(state)):
         end = End(Ending.LOST, "no node is left")
-        return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
-    return state, (Notify(notice), *evict, RecordMembers(_members(state)))
+        return replace(state, phase=Phase.ENDED), (*notices, *evict, end)
+    return state, (*notices, *evict, RecordMembers(_members(state)))
 
 
 def _notice(state: JobState, raised: Raised | None) -> Recovering:

@@ -7,6 +7,7 @@ depends on the answer, and the end of the job waits for the last save, but neith
 than `checkpoint.timeout_s` without an answer.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from planaria.coordinator.commands import (
@@ -66,8 +67,8 @@ def _layers_saved(state: JobState, event: LayersSaved) -> Step:
 def publish_next(state: JobState) -> Step:
     """Has the oldest save with all layers on disk published, unless another one is being published.
 
-    Older saves without all layers are dropped as useless. If more than `_WAITING_MAX` saves wait,
-    the oldest of them are skipped.
+    Older saves without all layers are dropped as useless: nodes have left while they wrote them. If
+    more than `_WAITING_MAX` saves wait, the oldest of them are skipped.
     """
     num_layers = state.plan.num_layers
     complete = sorted(k for k, files in state.saves.files.items() if len(files) == num_layers)
@@ -85,9 +86,35 @@ def publish_next(state: JobState) -> Step:
     key = complete[-_WAITING_MAX:][0]
     files = saves.files[key]
     newer = {k: v for k, v in saves.files.items() if k > key}
+    commands += _partial_notices(state, [k for k in saves.files if k < key], "nodes that left")
     publish = Publish(*key, tuple(files[layer] for layer in sorted(files)), unused=saves.spoilt)
     saves = replace(saves, files=newer, publishing=saves.publishing | {key})
     return replace(state, saves=saves), (*commands, publish)
+
+
+def without_partial(state: JobState) -> tuple[JobState, tuple[Notify, ...]]:
+    """The state after a loss, in which saves without all layers on disk are dropped, and notices
+    of these, but of the last save, which is made again.
+
+    A save with all layers lacks only its manifest; the job may go back to it.
+    """
+    saves, num_layers = state.saves, state.plan.num_layers
+    files = {key: known for key, known in saves.files.items() if len(known) == num_layers}
+    partial = [key for key in saves.files if key not in files and state.phase is not Phase.SAVING]
+    notices = _partial_notices(state, partial, "a recovery")
+    return replace(state, saves=replace(saves, files=files)), notices
+
+
+def _partial_notices(
+    state: JobState, keys: Iterable[tuple[int, int]], why: str
+) -> tuple[Notify, ...]:
+    """The notices that saves are dropped of which only some layers were written."""
+    texts = (
+        f"the save of iteration {key[0]} was broken off by {why}, with "
+        f"{len(state.saves.files[key])} of {state.plan.num_layers} layers written"
+        for key in sorted(keys)
+    )
+    return tuple(Notify(Warned(text=text)) for text in texts)
 
 
 def on_version_event(rules: Rules, state: JobState, event: VersionEvent) -> JobState:

@@ -230,7 +230,7 @@ def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
             return stop_members(state, now_s)
         case MembersRecorded(epoch) if state.switch is not None and epoch == state.switch.epoch:
-            return on_switch_recorded(rules, state)
+            return on_switch_recorded(rules, state, now_s)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
         case AnswersFound(epoch) if epoch == state.epoch:

@@ -472,6 +472,8 @@ class StartEpoch(Message, frozen=True, kw_only=True):
             next one is complete; None: the version that the rank itself knows, if any.
         idle: predicted spans in which copies may be sent; empty: ranks first measure them in
             iterations without copies.
+        put_off_s: longest time for which a rank puts off the commit at which the epoch begins while
+            it writes a save, because nodes leave then.
     """
 
     epoch: int
@@ -487,6 +489,7 @@ class StartEpoch(Message, frozen=True, kw_only=True):
     copied: Label | None = None
     kept: Label | None = None
     idle: tuple[IdleSpans, ...] = ()
+    put_off_s: float = 0.0
 
 
 class SaveLayers(Message, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 
 from planaria.core.messages import (
@@ -142,7 +143,7 @@ class Control:
                     return
                 for body in decoder.feed(data):
                     message = worker_order_of(body)
-                    self.line, order = on_message(self.line, message)
+                    self.line, order = on_message(self.line, message, now_s=time.monotonic())
                     if isinstance(message, Abort):
                         self._abort("a member is lost", first_epoch=message.epoch)
                     if isinstance(message, SavePart):

@@ -526,10 +526,15 @@ class Worker:
 
     def _votes(self, iteration: int) -> Votes:
         copied, uncopied = self._copying.votes(iteration)
-        line, is_writing = self._control.line, self._saver.is_writing
-        early = self._stage.ends_early(iteration)
         return votes(
-            self._state, line, copied=copied, uncopied=uncopied, is_writing=is_writing, early=early
+            self._state,
+            self._control.line,
+            iteration=iteration,
+            now_s=time.monotonic(),
+            copied=copied,
+            uncopied=uncopied,
+            is_writing=self._saver.is_writing,
+            early=self._stage.ends_early(iteration),
         )
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:

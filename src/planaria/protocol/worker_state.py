@@ -371,12 +371,14 @@ class MessageSummary:
         is_shut_down: the job has ended.
         stop_requested: the ranks must stop at the next commit.
         next_epoch: the newest epoch that must begin at a commit; -1: none.
+        put_off_until_s: time until which that commit is put off while a save is written.
     """
 
     first_epoch: int = -1
     is_shut_down: bool = False
     stop_requested: bool = False
     next_epoch: int = -1
+    put_off_until_s: float = 0.0
 
     def is_over(self, epoch: int) -> bool:
         """Whether saves of this epoch are useless by now.
@@ -388,7 +390,9 @@ class MessageSummary:
         return epoch < self.first_epoch or self.is_shut_down
 
 
-def on_message(summary: MessageSummary, message: ToWorker) -> tuple[MessageSummary, Order | None]:
+def on_message(
+    summary: MessageSummary, message: ToWorker, *, now_s: float
+) -> tuple[MessageSummary, Order | None]:
     """The summary after a message, and the order to queue if the message is one.
 
     The caller must end waits for peers in epochs that an `Abort` makes older, or a `SavePart`.
@@ -397,7 +401,8 @@ def on_message(summary: MessageSummary, message: ToWorker) -> tuple[MessageSumma
         case StopRequested():
             return replace(summary, stop_requested=True), None
         case StartEpoch() if message.iteration == AT_COMMIT:
-            return replace(summary, next_epoch=message.epoch), message
+            until_s = now_s + message.put_off_s
+            return replace(summary, next_epoch=message.epoch, put_off_until_s=until_s), message
         case StartEpoch():
             return replace(summary, stop_requested=False), message
         case Abort():
@@ -415,6 +420,8 @@ def votes(
     state: WorkerState,
     summary: MessageSummary,
     *,
+    iteration: int,
+    now_s: float,
     copied: int,
     uncopied: int,
     is_writing: bool,
@@ -422,12 +429,19 @@ def votes(
 ) -> Votes:
     """The votes of this rank in the commit vector of the iteration that it computes.
 
+    A rank that leaves at a commit has no time to write a save. So all put that commit off while
+    they write one, or would begin one there.
+
     Args:
         copied, uncopied: votes about its copies in memory, see `Votes`.
         is_writing: a save is being written, so another one cannot begin now.
         early: the losses of held-out data end training with this iteration.
     """
-    switches = summary.next_epoch > _start_order(state).epoch
+    # Where each commit begins one, none can be waited for.
+    is_due = state.rules.persist_every > 1 and _persists(state.rules, iteration + 1)
+    saves = is_writing or state.owes_save or is_due
+    is_put_off = saves and now_s < summary.put_off_until_s
+    switches = summary.next_epoch > _start_order(state).epoch and not is_put_off
     return Votes(
         int(summary.stop_requested),
         int(switches),

@@ -194,7 +194,7 @@ class SimulatedWorker:
 
     def on_coordinator_message(self, message: ToNode) -> None:
         """Handles a message like the control thread of a real worker: an abort breaks its links."""
-        self._inbox, order = on_message(self._inbox, message)
+        self._inbox, order = on_message(self._inbox, message, now_s=self.process.now_s)
         if isinstance(message, Abort):
             self.links.abort(first_epoch=message.epoch)
         if order is None:
@@ -483,7 +483,13 @@ class SimulatedWorker:
         copied, uncopied = await self._copying.votes(iteration)
         is_writing = self._saver.is_writing
         return votes(
-            self.state, self._inbox, copied=copied, uncopied=uncopied, is_writing=is_writing
+            self.state,
+            self._inbox,
+            iteration=iteration,
+            now_s=self.process.now_s,
+            copied=copied,
+            uncopied=uncopied,
+            is_writing=is_writing,
         )
 
     def _copy(self, copy: act.Copy) -> None:
