@@ -11,9 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 MIN_MACHINES = 2
@@ -145,6 +151,7 @@ class Member:
             scheduling_strategy=place,
         )(Machine)
         self.actor = actor.remote()
+        self.group = group
         self.node_id = ""  # Of the machine in Ray; "": it is to be asked for before the next run.
         self.address = ""
         self.call: ray.ObjectRef | None = None  # Of `place` without a node_id, else of `run`.
@@ -162,15 +169,22 @@ def is_again(code: int) -> bool:
     return code not in (0, 1, 2, 130)
 
 
+def group_elsewhere(node_ids: Iterable[str]) -> PlacementGroup:
+    """A group for one actor, for which Ray finds room when it can, on no machine of those IDs."""
+    selector = {"ray.io/node-id": f"!in({','.join(sorted(node_ids))})"}
+    return placement_group([BUNDLE], bundle_label_selector=[selector])
+
+
 class Job:
     """The job on all its machines."""
 
     def __init__(self) -> None:
-        group = placement_group([BUNDLE] * MIN_MACHINES, strategy="STRICT_SPREAD")
-        ray.get(group.ready())
-        self._members = [Member(group, index) for index in range(MIN_MACHINES)]
-        num_more = MAX_MACHINES - MIN_MACHINES  # Each of these comes when Ray has it.
-        self._members += [Member(placement_group([BUNDLE]), 0) for _ in range(num_more)]
+        self._group = placement_group([BUNDLE] * MIN_MACHINES, strategy="STRICT_SPREAD")
+        ray.get(self._group.ready())
+        self._members = [Member(self._group, index) for index in range(MIN_MACHINES)]
+        node_ids = placement_group_table(self._group)["bundles_to_node_id"].values()
+        for _ in range(MAX_MACHINES - MIN_MACHINES):
+            self._members.append(Member(group_elsewhere(node_ids), 0))
         self._num_starts = 0  # Of the head, which is on the first of the members.
         self._code = 3  # Of the head's newest run; 3: Ray has lost it.
         self._away_s = time.monotonic()  # Since then the first one is away, if it is.
@@ -244,6 +258,7 @@ class Job:
         else:
             if not member.node_id:
                 member.node_id, member.address, member.is_running = result
+                self._keep_one_on(member.node_id)
                 return False
             code = int(result)
             member.num_ended += 1
@@ -254,6 +269,24 @@ class Job:
             self._away_s = time.monotonic() if member.node_id else self._away_s
         member.node_id = ""
         return not member.is_done
+
+    def _keep_one_on(self, node_id: str) -> None:
+        """Has Ray start an actor elsewhere if it has started two on a machine.
+
+        They would be two nodes of the job that are lost at once. Those of the first group are kept
+        apart by Ray, and so are the others from machines that these had when they were asked for.
+        """
+        members = [member for member in self._members if member.node_id == node_id]
+        others = [member for member in members if member.group is not self._group]
+        if len(members) == 1 or not others:
+            return
+        leaving = min(others, key=lambda member: member.is_running)
+        ray.kill(leaving.actor)
+        remove_placement_group(leaving.group)
+        if leaving is self._members[0]:
+            self._away_s = time.monotonic()
+        node_ids = {member.node_id for member in self._members if member.node_id}
+        self._members[self._members.index(leaving)] = Member(group_elsewhere(node_ids), 0)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """A real Ray on test hosts: its head and its user on the first one, a raylet on each other.
 
-Each of those gives one CPU, so that Ray has room for one actor of a job on each.
+Each of those gives two CPUs, so that Ray has room for two actors of a job on each.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ class RayCluster:
 
     def start_raylet(self, host: Host) -> Process:
         """Starts Ray on a machine; for the first time, or after it was lost."""
-        return self._start(host, f"--address={self._address}", "--num-cpus=1")
+        return self._start(host, f"--address={self._address}", "--num-cpus=2")
 
     def drain(self, host: Host) -> None:
         """Has Ray say that a machine will be taken away in ten minutes, which a test must do."""

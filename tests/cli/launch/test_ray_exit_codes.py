@@ -171,6 +171,57 @@ def test_another_machine_gets_the_head_if_ray_has_no_room_for_its_own(
     assert (head != "another") == is_moved
 
 
+def test_ray_runs_one_node_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a machine with two was more than the loss of one. Ray has room for many actors on
+    each of its three, and no machine for the fourth."""
+    fake_ray(monkeypatch, num_nodes=3)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    nodes: list[str] = []
+
+    def end(_: int) -> int:
+        nodes.append(current_node())
+        return 0
+
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__["Machine"] = FakeMachine
+
+    assert program["main"]() == 0
+    assert sorted(nodes) == ["node-0", "node-1", "node-2"]
+
+
+def test_a_machine_to_which_ray_brings_a_second_actor_keeps_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first group's actors can be asked for nowhere else; the other one is, and finds room on
+    the machine that is back."""
+    started = fake_ray(monkeypatch, num_nodes=4)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    runs: list[tuple[int, str]] = []
+    wait = sys.modules["ray"].wait
+
+    def end(rank: int) -> int:
+        runs.append((rank, current_node()))
+        if rank == 1 and len(runs) == 2:
+            group, index = started[1]["scheduling_strategy"]
+            group.node_ids[index] = "node-2"
+            raise ActorLost
+        return 0
+
+    def keep_open(refs: list[FakeRef], **options: Any) -> object:
+        for ref in refs:
+            if ref.rank == 2 and len(started) == 4:
+                ref.can_end = lambda: False
+        return wait(refs, **options)
+
+    monkeypatch.setattr(sys.modules["ray"], "wait", keep_open)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__.update(Machine=FakeMachine, PAUSE_S=0.0)
+
+    assert program["main"]() == 0
+    assert runs[:2] == [(3, "node-3"), (1, "node-1")]
+    assert sorted(runs[2:]) == [(0, "node-0"), (1, "node-2"), (2, "node-1")]
+
+
 def test_a_machine_of_ray_that_can_start_no_process_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
