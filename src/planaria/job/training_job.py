@@ -413,7 +413,7 @@ class Job:
         else:
             journal = open_journal(held, config, state=state, note=note, holder=name)
             record = new_run(head, config, listening, display.show_step, resume=resume, note=note)
-            write_run(Path(journal), record)
+            write_run(Path(journal), record, holder=name)
         log = head.machines.node_log = NodeLog(Path(journal), holder=name)
         held.callback(log.close)
         head.run_place = record.parts
@@ -445,7 +445,7 @@ def _other_journal(held: ExitStack, begun: _Begun, state: str) -> str:
     if not directory or begun.head is None or begun.record is None:
         return directory
     try:
-        write_run(Path(directory), begun.record)
+        write_run(Path(directory), begun.record, holder=holder)
         if begun.head.machines.node_log is not None:
             begun.head.machines.node_log.move(Path(directory))
     except (ConfigError, OSError) as error:

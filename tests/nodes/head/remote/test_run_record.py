@@ -1,21 +1,25 @@
-"""The numbers of a run's nodes, on disks that are full or have lost their power."""
+"""The records of a run: the numbers of its nodes, on disks that are full or have lost power."""
 
 import errno
 import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from helpers.command import wait_for
+from helpers.left_runs import leave_run, left_job
 from planaria.errors import ConfigError
 from planaria.nodes.head.remote import run_record
 from planaria.nodes.head.remote.run_record import (
     RUN_FILE,
+    JournalHold,
     NodeLog,
     has_nodes,
     read_run,
     started_nodes,
+    write_run,
 )
 
 
@@ -48,6 +52,22 @@ def test_a_file_that_a_power_loss_has_torn_is_read_as_far_as_it_goes(
     log.add(7)
     log.close()
     assert NodeLog(tmp_path).next_node == 8
+
+
+def test_a_head_writes_no_record_over_that_of_another_one(tmp_path: Path) -> None:
+    """It stood still while it waited for machines; the other one took the directory meanwhile."""
+    job = left_job(tmp_path / "saves")
+    leave_run(tmp_path, job)
+    record = read_run(tmp_path)
+    assert record is not None
+    late = msgspec.structs.replace(record, run="late")
+    JournalHold(tmp_path, "another").take()
+
+    with pytest.raises(ConfigError, match="another head of this job has taken that directory"):
+        write_run(tmp_path, late, holder="late")
+    assert read_run(tmp_path) == record
+    write_run(tmp_path, late, holder="another")
+    assert read_run(tmp_path) == late
 
 
 @pytest.mark.parametrize("content", [b"", b'{"run":"\xff"}', b'{"x":' + b"[" * 100_000])

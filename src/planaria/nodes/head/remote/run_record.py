@@ -64,13 +64,19 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[SourceFile, ...] = ()
 
 
-def write_run(directory: Path, record: RunRecord) -> None:
+def write_run(directory: Path, record: RunRecord, *, holder: str = "") -> None:
     """Writes the record of a run that begins.
 
+    Args:
+        holder: random name of the head; "": no other head can take the directory.
+
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or another head has taken the directory.
     """
     try:
+        if holder and JournalHold(directory, holder).is_lost():
+            remedy = "another head of this job has taken that directory meanwhile; end it first"
+            raise ConfigError("--state", str(directory), remedy)
         replace_file(directory / RUN_FILE, msgspec.json.encode(record))
     except OSError as error:
         remedy = f"the record of the run cannot be written there ({error.strerror})"
