@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -79,6 +80,9 @@ class _NullBatches:
 
     def num_targets(self) -> int:
         return 1
+
+    def name_samples(self, _: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _QueueComm:
