@@ -122,7 +122,7 @@ def test_a_job_that_is_done_is_no_mistake_of_the_scheduler_that_starts_it_again(
     himself wants to train on."""
     left.save(left.config.training.iterations)
 
-    with pytest.raises(DoneError, match=r"the job is done: its save in .* has"):
+    with pytest.raises(DoneError, match=r"the save in .* has all"):
         left.start(may_begin=True)
     with pytest.raises(ConfigError, match="set a larger number to train on"):
         left.start()

@@ -63,7 +63,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except DoneError as error:
-        text, code = str(error), 0
+        text, code = f"the job is done: {error}", 0
     except ConfigError as error:
         text, code = str(error), os.EX_TEMPFAIL if may_pass(error) else 2
     except TrainingError as error:

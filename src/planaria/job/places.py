@@ -216,8 +216,8 @@ def _check_iterations_left(config: JobConfig, manifest: Manifest, *, may_begin: 
         return
     if may_begin:
         text = (
-            f"the job is done: its save in {config.checkpoint.directory} has {manifest.iteration} "
-            "iterations; set a larger training.iterations to train on"
+            f"the save in {config.checkpoint.directory} has all {manifest.iteration} iterations; "
+            "set a larger training.iterations to train on"
         )
         raise DoneError(text)
     remedy = (
