@@ -124,17 +124,21 @@ def load_of(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: 
     or receives. That of a direction within a node is a rank: it counts what that rank sends within
     its node, or receives.
     """
-    load: Load = {}
+    by_ranks: dict[tuple[int, int], int] = {}  # Most pairs of ranks have many transfers.
     for transfer in transfers:
-        source, target = transfer.source // devices_per_node, transfer.target // devices_per_node
+        ranks = transfer.source, transfer.target
+        by_ranks[ranks] = by_ranks.get(ranks, 0) + transfer.num_bytes
+    load: Load = {}
+    for ranks, num_bytes in by_ranks.items():
+        source, target = ranks[0] // devices_per_node, ranks[1] // devices_per_node
         is_within = source == target
         if is_within:
-            kind, source, target = "intra_node", transfer.source, transfer.target
+            kind, (source, target) = "intra_node", ranks
         else:
             kind = prices.kind_between(source, target)
         for direction in ((is_within, "from", source), (is_within, "to", target)):
             on_direction = load.setdefault(direction, {})
-            on_direction[kind] = on_direction.get(kind, 0) + transfer.num_bytes
+            on_direction[kind] = on_direction.get(kind, 0) + num_bytes
     return load
 
 
