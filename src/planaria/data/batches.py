@@ -8,8 +8,7 @@ shape need a collate function of the user's.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeGuard
 
 import numpy as np
@@ -110,17 +109,14 @@ class Batches:
             )
             raise ConfigError("data", sorted((length, counted)), remedy)
 
-    @contextmanager
-    def name_samples(self, index: int) -> Iterator[None]:
+    def name_samples(self, index: int) -> "SampleNote":
         """Has what the body raises say which samples the microbatch has."""
+        return _MicrobatchNote(lambda: self._samples_text(index))
+
+    def _samples_text(self, index: int) -> str:
         numbers = ", ".join(map(str, self._samples(index)[:_NUM_NAMED]))
         more = ", ..." if self.microbatch_size > _NUM_NAMED else ""
-        text = f"raised in iteration {self.iteration} for a microbatch of samples {numbers}{more}"
-        try:
-            with note_samples(text):
-                yield
-        except ConfigError as error:
-            raise type(error)(error.field, error.value, f"{error.remedy}; {text}") from error
+        return f"raised in iteration {self.iteration} for a microbatch of samples {numbers}{more}"
 
     def _samples(self, index: int) -> npt.NDArray[np.int64]:
         size = self._training.microbatch_size
@@ -192,19 +188,35 @@ class HeldOut:
         return self._loaded[index]
 
 
-@contextmanager
-def note_samples(text: str) -> Iterator[None]:
+class SampleNote:
     """Adds a note with the samples at fault to what the user's code raises in the body.
 
     Mistakes that planaria has found name the samples themselves.
+
+    Args:
+        text: function that returns the note; it is called only if something is raised.
     """
-    try:
-        yield
-    except PlanariaError:
-        raise
-    except Exception as error:
-        error.add_note(f"planaria: {text}")
-        raise
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self._text = text
+
+    def __enter__(self) -> None:
+        """Nothing is needed before the body."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Adds the note."""
+        if isinstance(error, Exception) and not isinstance(error, PlanariaError):
+            error.add_note(f"planaria: {self._text()}")
+
+
+class _MicrobatchNote(SampleNote):
+    """A note that mistakes get, too, which the body finds for a microbatch as it is."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, ConfigError):
+            remedy = f"{error.remedy}; {self._text()}"
+            raise type(error)(error.field, error.value, remedy) from error
+        super().__exit__(_, error, __)
 
 
 def check_num_samples(num_samples: int, num_before: int, key: str) -> None:
@@ -376,7 +388,7 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
     """
     if _is_collated(dataset):
         items = [_item(dataset, int(number), seed) for number in samples]
-        with note_samples(f"raised for samples {', '.join(map(str, samples[:_NUM_NAMED]))}"):
+        with SampleNote(lambda: f"raised for samples {', '.join(map(str, samples[:_NUM_NAMED]))}"):
             pair = dataset.collate_items(items, seed=mix(seed, *map(int, samples)))
         # As a loader would send it: the bits of some operators depend on the strides.
         inputs, targets = tree_map(row_major, pair)
@@ -475,12 +487,12 @@ def _is_target(targets: Tensor) -> Tensor:
 
 
 def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Any, Any]:
-    with note_samples(f"raised for sample {number}"):
+    with SampleNote(lambda: f"raised for sample {number}"):
         return dataset.sample(int(number), seed=mix(seed, int(number)))
 
 
 def _item(dataset: UserDataset, number: int, seed: int) -> Any:
-    with note_samples(f"raised for sample {number}"):
+    with SampleNote(lambda: f"raised for sample {number}"):
         return dataset.item(number, seed=mix(seed, number))
 
 

@@ -205,13 +205,12 @@ class SplitModel:
             ConfigError: the loss function failed, or did not return one number.
         """
         values = unpack(output), unpack(targets)
-        call = loss_call(*values)
         try:
             loss = self._loss(*values)
         except (torch.OutOfMemoryError, ConfigError):
             raise
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
+            call, frames = loss_call(*values), traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
             is_own_words = own[-1] is frames[-1] and (own[-1].line or "").startswith("raise")
             if is_own_words or not isinstance(error, _OF_WRONG_SHAPES):
@@ -223,7 +222,7 @@ class SplitModel:
             raise ConfigError(self._loss_field, call, remedy) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = f"it returned {describe(loss)}, and must return one number"
-            raise ConfigError(self._loss_field, call, remedy)
+            raise ConfigError(self._loss_field, loss_call(*values), remedy)
         return loss.float().reshape(())
 
 

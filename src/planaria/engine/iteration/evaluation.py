@@ -25,7 +25,7 @@ from planaria.core.commit import ordered_sum
 from planaria.core.job import JobConfig
 from planaria.core.messages import Evaluated
 from planaria.core.plan import Plan, Route
-from planaria.data.batches import HeldOut, check_num_samples, note_samples
+from planaria.data.batches import HeldOut, SampleNote, check_num_samples
 from planaria.data.datasets import Dataset, keep_generators, load_held_out
 from planaria.data.text import TokenDataset
 from planaria.engine.comm.device_comm import DeviceComm
@@ -77,7 +77,7 @@ class Evaluation:
         when = f"after {age} iterations" if age else "that is tried before training"
         samples = f"{self.held_out.samples_text(index)} in the evaluation {when}"
         try:
-            with note_samples(f"raised for {samples}, of {self.key}"):
+            with SampleNote(lambda: f"raised for {samples}, of {self.key}"):
                 yield
         except ConfigError as error:
             if error.field.startswith("evaluation."):

@@ -242,16 +242,16 @@ class Executor:
         if action.kind in _COMPUTING:
             self._callbacks.on_tensors(self._kept_tensors())
             self._callbacks.on_action_done()
+        if end is None and action.kind in _COMPUTING:
+            self._callbacks.on_computed(self._now_s() - start_s)
+        end_s = self._now_s()  # What slows the rank counts as its computation.
         if end is None:
-            if action.kind in _COMPUTING:
-                self._callbacks.on_computed(self._now_s() - start_s)
-            # What slows the rank counts as its computation.
-            self._count_seconds(action.kind, self._now_s() - start_s)
+            self._count_seconds(action.kind, end_s - start_s)
         self._pulse.begin_wait()
         if action.kind not in _WAITING:
-            self._limits.note(self._now_s() - start_s)
+            self._limits.note(end_s - start_s)
         if action.kind is not Kind.REDUCE:
-            self._record("compute", action, start_s)
+            self._record("compute", action, start_s, end_s)
 
     def _workload(self, action: Action) -> Workload:
         """What is known of an action before it begins; only a forward learns the shape itself."""
@@ -305,10 +305,9 @@ class Executor:
         for weight_gradients in self._weight_gradients.values():
             yield from weight_gradients.gradients()
 
-    def _record(self, lane: str, action: Action, start_s: float) -> None:
-        self._spans.append(
-            MeasuredSpan(lane, str(action), start_s - self.start_s, self._now_s() - self.start_s)
-        )
+    def _record(self, lane: str, action: Action, start_s: float, end_s: float) -> None:
+        span = MeasuredSpan(lane, str(action), start_s - self.start_s, end_s - self.start_s)
+        self._spans.append(span)
 
     # -- actions --------------------------------------------------------------------------------
 
@@ -436,7 +435,7 @@ class Executor:
                     last = device.mark()
         finally:
             last.order()
-        self._record("reduce", Action(Kind.REDUCE, bucket=bucket), start_s)
+        self._record("reduce", Action(Kind.REDUCE, bucket=bucket), start_s, self._now_s())
         return self._now_s()
 
     def _sum_bucket(self, bucket: int) -> None:

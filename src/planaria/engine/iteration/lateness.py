@@ -51,23 +51,27 @@ class ActionTimes:
         self._lease_s = job.cluster.lease_s
         self._compiles = job.training.compile
         self._longest_s: dict[str, float] = {}
-        self._largest: dict[tuple[str, tuple[int, int]], int] = {}  # Size by kind and layers.
+        self._largest: dict[tuple[str, tuple[int, int]], Workload] = {}  # By kind and layers.
         self._compiled: set[Workload] = set()
 
     def is_new(self, workload: Workload) -> bool:
         """Whether its input may take longer than all that these layers have had."""
-        if not workload.shape:
+        kind, layers, shape = workload
+        if not shape:
             return False
-        if self._compiles and workload not in self._compiled:
+        if self._compiles:
+            return workload not in self._compiled
+        largest = self._largest.get((kind, layers))
+        if largest is None:
             return True
-        return workload.size > self._largest.get((workload.kind, workload.layers), -1)
+        return shape != largest.shape and workload.size > largest.size
 
-    def longest_s(self, workload: Workload) -> float:
+    def longest_s(self, workload: Workload, *, is_new: bool) -> float:
         """The time that an action may take if nothing hangs, in seconds; infinite: not known."""
-        if not self.is_new(workload):
+        if not is_new:
             return self._longest_s.get(workload.kind, math.inf)
-        largest = self._largest.get((workload.kind, workload.layers), workload.size)
-        growth = max(1.0, workload.size / max(1, largest))
+        largest = self._largest.get((workload.kind, workload.layers), workload)
+        growth = max(1.0, workload.size / max(1, largest.size))
         return max(_NEW_S, growth * self._longest_s.get(workload.kind, 0.0))
 
     def limit_s(self, longest_s: float) -> float:
@@ -76,11 +80,15 @@ class ActionTimes:
 
     def note(self, workload: Workload, seconds: float) -> None:
         """Notes how long an action has taken."""
-        self._longest_s[workload.kind] = max(seconds, self._longest_s.get(workload.kind, 0.0))
-        if workload.shape:
-            key = workload.kind, workload.layers
-            self._largest[key] = max(workload.size, self._largest.get(key, 0))
-        if workload.shape and self._compiles:
+        kind, layers, shape = workload
+        if seconds > self._longest_s.get(kind, -1.0):
+            self._longest_s[kind] = seconds
+        if not shape:
+            return
+        largest = self._largest.get((kind, layers))
+        if largest is None or (shape != largest.shape and workload.size > largest.size):
+            self._largest[kind, layers] = workload
+        if self._compiles:
             self._compiled.add(workload)
 
 
@@ -111,13 +119,15 @@ class EpochLimits:
 
     def see_input(self, tensor: Tensor) -> None:
         """Gives the action more time, if its input turns out to be new."""
-        self._workload = self._workload._replace(shape=tuple(tensor.shape))
+        kind, layers, _ = self._workload
+        self._workload = Workload(kind, layers, tuple(tensor.shape))
         if self._times.is_new(self._workload):
             self._set_limit()
 
     def _set_limit(self) -> None:
-        longest_s = self._times.longest_s(self._workload)
-        if self._times.is_new(self._workload):
+        is_new = self._times.is_new(self._workload)
+        longest_s = self._times.longest_s(self._workload, is_new=is_new)
+        if is_new:
             self._new_s += longest_s
         if self._is_queued:
             longest_s = max(longest_s, self._new_s, self._longest_in_epoch_s(_DEVICE))
@@ -149,4 +159,6 @@ class EpochLimits:
         self._has_iterated = True
 
     def _longest_in_epoch_s(self, workload: Workload) -> float:
-        return self._times.longest_s(workload) if self._has_iterated else math.inf
+        if not self._has_iterated:
+            return math.inf
+        return self._times.longest_s(workload, is_new=False)
