@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 
 from planaria.core.job import JobConfig
 from planaria.core.messages import Blame, WorkerFailed
@@ -70,6 +72,36 @@ def test_what_the_world_began_is_no_mistake_of_the_job(
         act()
 
     assert blame_of(caught.value) == blame
+
+
+@pytest.mark.parametrize(
+    ("error", "blame"),
+    [
+        (torch.AcceleratorError("an illegal memory access was encountered"), "node"),
+        (dist.DistBackendError("NCCL communicator was aborted"), "node"),
+        (dist.DistNetworkError("the peer has closed the connection"), "node"),
+        (dist.DistStoreError("the store does not answer"), "node"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "node"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "node"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "node",
+        ),
+        (RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"), "node"),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, remote process exited"), "node"),
+        (RuntimeError("HIP error: unspecified launch failure"), "node"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "memory"),
+        (RuntimeError("CUDA error: out of memory"), "memory"),
+        (ValueError("CUDA error is what the user's text says"), "job"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "job"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_faults_of_devices_and_of_their_libraries_are_the_node_s(
+    error: Exception, blame: Blame
+) -> None:
+    """By the types that torch has for them, or by the texts of its plain errors."""
+    assert blame_of(error) == blame
 
 
 def test_an_error_of_any_length_can_be_reported() -> None:
