@@ -1,5 +1,6 @@
 """Simulated jobs of planaria: what holds of every one, and what each event costs."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -26,7 +27,7 @@ from planaria.core.messages import StopRequested
 from planaria.observe.ledger import Category
 from planaria.planner.reroute.reroutes import best_reroute
 from planaria.policies import reroute
-from planaria.simulator.economics import planaria_run, virtual_foresight
+from planaria.simulator.economics import planaria_run, remembered, virtual_foresight
 from planaria.simulator.economics.compare import (
     Interval,
     JobOutcome,
@@ -35,8 +36,12 @@ from planaria.simulator.economics.compare import (
     interval,
     play,
 )
+from planaria.simulator.economics.planaria_run import PlanariaRun
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.simulator.failures.occurrences import Occurrence, OccurrenceKind
+from planaria.simulator.failures.random_losses import PoissonLosses
+from planaria.simulator.failures.repair_times import RepairTime
+from planaria.systems import account
 from planaria.systems.system import RecoveryCosts
 
 QUICK = (0, 1, 2, 3, 5, 6, 25)  # Seeds that take little time, of each policy one.
@@ -412,3 +417,25 @@ def test_a_save_that_an_epoch_begins_with_counts_once_it_is_written(kind: Occurr
             break
 
     assert run._state.saves.newest_iteration == run.num_committed > 0
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of the past has bounds, which the first losses reach here."""
+    monkeypatch.setattr(account, "POINTS_MAX", 32)
+    monkeypatch.setattr(remembered, "ANSWERS_MAX", 8)
+    of = replace(small(), failures=PoissonLosses(0.25, RepairTime(600.0)), horizon_s=576_000.0)
+    num_objects: list[int] = []
+    lose = PlanariaRun.lose
+
+    def count_and_lose(self: PlanariaRun, nodes: tuple[int, ...], now_s: float) -> None:
+        gc.collect()
+        num_objects.append(len(gc.get_objects()))
+        lose(self, nodes, now_s)
+
+    monkeypatch.setattr(PlanariaRun, "lose", count_and_lose)
+    gc.freeze()  # What other tests left is not counted.
+    play(of, PlanariaSystem(), 0)
+    gc.unfreeze()
+
+    assert len(num_objects) > 200
+    assert max(num_objects[-40:]) < max(num_objects[40:80]) + 60
