@@ -56,7 +56,8 @@ QUICK = (0, 1, 2, 3, 5, 6, 25)  # Seeds that take little time, of each policy on
 )
 def test_seconds_and_samples_are_conserved(seed: int) -> None:
     """Whatever happens, with every policy: the ledger sums to the wall time, no sample counts
-    twice, and no job is faster than its devices compute without bubbles."""
+    twice, and no job trains more than without failures, or than its devices compute without
+    bubbles."""
     rng = Random(seed)
     of = small(
         **{
@@ -75,9 +76,10 @@ def test_seconds_and_samples_are_conserved(seed: int) -> None:
     )
     of = replace(of, failures=Wild(), setting=replace(of.setting, costs=costs))
     result = play(of, PlanariaSystem(), seed)
+    calm = outcome(of)
 
     conserve_seconds_and_samples(of, result)
-
+    assert result.samples <= calm.samples + of.setting.job.training.global_batch_size
 
 def test_the_account_has_as_many_iterations_as_the_coordinator_committed() -> None:
     """Also after the job went back to a save and did iterations again."""
