@@ -2,22 +2,30 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from planaria.nodes.head import leader
 
-LINK_S: Final = 1.5
+SLOW_S: Final = 1.5
+SLOWER_S: Final = 10.0
 
 _link = os.link
 
 
 def main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
     """Is called in the coordinator's process, as the real main function would be."""
-    os.link = _slowly  # type: ignore[assignment]
+    os.link = partial(_link_late, SLOW_S)
     leader.main(payload, listener_fd, launcher_fd, lifeline_fd)
 
 
-def _slowly(source: Path, target: Path) -> None:
-    time.sleep(LINK_S)
+def slower_main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
+    """The same on a slower disk."""
+    os.link = partial(_link_late, SLOWER_S)
+    leader.main(payload, listener_fd, launcher_fd, lifeline_fd)
+
+
+def _link_late(link_s: float, source: Path, target: Path) -> None:
+    time.sleep(link_s)
     _link(source, target)

@@ -97,6 +97,23 @@ def test_a_job_goes_on_from_an_object_store(store: Store, tmp_path: Path) -> Non
     assert resumed.report.final.checkpoint == f"{store.url}/one/6-1"
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_job_begins_and_goes_on_where_each_request_takes_long(
+    store: Store, tmp_path: Path
+) -> None:
+    """From the first look at the place of saves on."""
+    server = store.server
+    job = saving(store.url, tmp_path, server)
+    whole = Job(saving(str(tmp_path / "disk"), tmp_path, server)).train(server=server)
+    store.late_s = lambda _method, _path: 0.5
+    Job(replace(job, training=replace(job.training, iterations=4))).train(server=server)
+    resumed = Job(job).train(resume=True, server=server)
+
+    assert digests(whole) == digests(resumed)
+    assert resumed.report.final.checkpoint == f"{store.url}/6-1"
+
+
 def test_a_save_that_a_store_refuses_is_named_and_training_goes_on(
     store: Store, tmp_path: Path
 ) -> None:

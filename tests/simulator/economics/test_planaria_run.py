@@ -81,6 +81,7 @@ def test_seconds_and_samples_are_conserved(seed: int) -> None:
     conserve_seconds_and_samples(of, result)
     assert result.samples <= calm.samples + of.setting.job.training.global_batch_size
 
+
 def test_the_account_has_as_many_iterations_as_the_coordinator_committed() -> None:
     """Also after the job went back to a save and did iterations again."""
     of = small(**{"resilience.policy": "morph"})
