@@ -12,7 +12,7 @@ from helpers.jobs import template
 from helpers.strategies import equal_problem
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import MachineFacts
-from planaria.core.plan import Link, NodeKind
+from planaria.core.plan import Link, NodeKind, scaled_profile
 from planaria.core.specs import Prepared
 from planaria.job.config import load_job
 from planaria.job.machine_kinds import (
@@ -103,7 +103,25 @@ def test_the_fastest_kind_of_machine_counts() -> None:
         {("A", 1, (), ()): slow, ("B", 1, (), ()): PREPARED, ("C", 1, (), ()): slow}
     )
 
-    assert fastest is PREPARED
+    assert fastest == PREPARED
+
+
+@pytest.mark.parametrize(("fast_bytes", "slow_bytes"), [(80, 40), (40, 80), (0, 40)])
+def test_the_smallest_devices_limit_what_all_are_planned_for(
+    fast_bytes: int, slow_bytes: int
+) -> None:
+    """A plan for the fastest kind's memory does not fit on slower devices that hold less."""
+    assert PREPARED.profile is not None
+    fast, slow = (
+        Prepared(profile=replace(scaled_profile(PREPARED.profile, scale), device_memory_bytes=held))
+        for scale, held in ((1.0, fast_bytes), (2.0, slow_bytes))
+    )
+
+    fastest = of_fastest_kind({("A", 1, (), ()): slow, ("B", 1, (), ()): fast})
+
+    assert fastest.profile is not None
+    assert fastest.profile.layers == PREPARED.profile.layers
+    assert fastest.profile.device_memory_bytes == 40
 
 
 def machines(*memory_bytes: int) -> list[MachineFacts]:

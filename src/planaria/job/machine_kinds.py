@@ -1,7 +1,8 @@
 """Machines of a job that differ: what it is planned by, and its first plan.
 
 The job is planned by the layers' seconds on the fastest kind of machine, with the speeds of the
-others, with the least memory that any of the machines has, and with links as they were measured.
+others, with the least memory that any of the machines or devices has, and with links as they were
+measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +32,19 @@ _EFFORT_MAX: Final = 400_000
 
 
 def of_fastest_kind(measured: Mapping[Kind, Prepared]) -> Prepared:
-    """The facts on the job that the fastest kind of machine has found."""
+    """The facts on the job that the fastest kind of machine has found, with the memory of the
+    smallest devices of all kinds."""
 
     def seconds(prepared: Prepared) -> float:
         return layers_s(prepared.profile) if prepared.profile is not None else 0.0
 
-    return min(measured.values(), key=seconds)
+    fastest = min(measured.values(), key=seconds)
+    profiles = [prepared.profile for prepared in measured.values() if prepared.profile is not None]
+    known_bytes = [p.device_memory_bytes for p in profiles if p.device_memory_bytes]
+    if fastest.profile is None or not known_bytes:
+        return fastest
+    profile = replace(fastest.profile, device_memory_bytes=min(known_bytes))
+    return msgspec.structs.replace(fastest, profile=profile)
 
 
 def with_memory_limit(

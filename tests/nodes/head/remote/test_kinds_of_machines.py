@@ -66,6 +66,12 @@ def profile(seconds: float) -> Prepared:
     )
 
 
+def holding(prepared: Prepared, device_memory_bytes: int) -> Prepared:
+    """The same facts from devices that hold so much."""
+    assert prepared.profile is not None
+    return Prepared(profile=replace(prepared.profile, device_memory_bytes=device_memory_bytes))
+
+
 async def join(made: Cluster, *kinds: tuple[str, float]) -> None:
     """Machines of these kinds come, which take these seconds."""
     for name, seconds in kinds:
@@ -158,6 +164,30 @@ async def test_a_machine_with_less_memory_than_planned_is_told_so(tmp_path: Path
 
         with pytest.raises(ConfigError, match=r"1_073_741_824 bytes.*8_589_934_592 or more"):
             await made.join(domain="small")
+
+
+@pytest.mark.parametrize(
+    ("held", "limit", "is_refused"), [(40, 0, True), (79, 0, False), (0, 0, False), (40, 30, False)]
+)
+@runs
+async def test_a_later_machine_whose_devices_hold_less_than_planned_is_told_so(
+    tmp_path: Path, held: int, limit: int, is_refused: bool
+) -> None:
+    """Its nodes would run out of memory. Devices of one size differ by a little; a limit that the
+    job itself has is one for all."""
+    limits = replace(JOB.cluster, device_memory_bytes=limit * GIB)
+    request = PrepareRequest(job=replace(JOB, cluster=limits), cache_directory="")
+    planned, later = (holding(profile(1.0), number * GIB) for number in (80, held))
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("fast", 1.0))
+        made.machines.kinds.begin(request, planned, await made.machines.prepare(request))
+        if not is_refused:
+            made.join(domain="slow", prepared=later)
+            await made.wait_ready(2)
+            return
+
+        with pytest.raises(ConfigError, match=r"devices hold 40\.0 GiB .* planned for 80\.0 GiB"):
+            await made.join(domain="slow", prepared=later)
 
 
 @pytest.mark.parametrize("guards", [True, False])

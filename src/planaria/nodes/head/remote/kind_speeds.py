@@ -3,16 +3,21 @@
 Machines of one kind have the same processors, devices and versions of what computes. The first
 machine of each kind that comes measures the layers. The job is planned by the profile of the
 fastest kind that is there at first, so a speed is at most 1. How much memory a machine has does not
-change its speed.
+change its speed; if its devices hold less than those for which the job is planned, it cannot take
+part.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from planaria.coordinator.learning.slowness import known_slowness
 from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import ModelProfile
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.nodes.head.remote.machine_handle import MachineHandle
+
+_ALIKE: Final = 0.98  # Devices that are sold as alike differ by less.
+_GIB: Final = 1 << 30
 
 Kind = tuple[str, int, tuple[str, ...], tuple[tuple[str, str], ...]]
 
@@ -39,6 +44,7 @@ class KindSpeeds:
         self._note = note
         self._speeds: dict[Kind, float] = {}
         self._profile_s = 0.0
+        self._device_bytes = 0
         self.request: PrepareRequest | None = None
 
     def begin(
@@ -52,6 +58,8 @@ class KindSpeeds:
         """
         assert prepared.profile is not None
         self._profile_s = layers_s(prepared.profile)
+        if not request.job.cluster.device_memory_bytes:
+            self._device_bytes = prepared.profile.device_memory_bytes
         if request.profile is not None or self._profile_s <= 0.0:
             return  # There are no seconds to compare.
         self.request = request
@@ -86,6 +94,13 @@ class KindSpeeds:
             return ""  # Its connection is broken, and it has to come again.
         if answer.prepared is None or answer.prepared.profile is None:
             return f"it could not measure the job's layers: {answer.failure}"
+        held_bytes = answer.prepared.profile.device_memory_bytes
+        if 0 < held_bytes < _ALIKE * self._device_bytes:
+            return (
+                f"its devices hold {held_bytes / _GIB:.1f} GiB each, and the job is planned for "
+                f"{self._device_bytes / _GIB:.1f} GiB; take larger ones, or start the job while "
+                "such a machine is there"
+            )
         self.add(kind_of(machine.facts), answer.prepared)
         return ""
 
