@@ -11,8 +11,9 @@ from helpers.strategies import layer_profile, model_profile
 from planaria.core.plan import one_device_profile
 from planaria.job.planning import read_profile
 from planaria.planner.layout.depths import Ranges, numbers_possible
+from planaria.planner.layout.instantiate import NUMBERS_APART
 from planaria.planner.layout.search import LayoutSearches, SearchResults
-from planaria.planner.layout.split_sets import NUMBERS_APART, SplitSets
+from planaria.planner.layout.split_sets import SplitSets
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
 

@@ -13,7 +13,7 @@ Differs: equation 5 lists all sets, and section 4.2.2 prices each; here only the
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
@@ -27,6 +27,7 @@ from planaria.planner.problem import Counts, Seconds
 Numbers = NDArray[np.int64]
 _Chain: TypeAlias = "tuple[_Chain, Counts] | None"
 
+NUMBERS_APART: Final = 8
 _NEVER: Final = -(1 << 40)
 _LOW_STEPS: Final = 20
 
@@ -37,6 +38,25 @@ class PipelineRange:
 
     min_pipelines: int
     max_pipelines: int | None
+
+
+def pipeline_ranges(numbers: range, *, would_fit: int) -> Iterator[PipelineRange]:
+    """The ranges in which numbers of pipelines are searched, largest numbers first.
+
+    All numbers above NUMBERS_APART are one range, each other number is a range of its own. In a
+    large cluster the first range has the fastest set, and little is then tried for the others.
+
+    Args:
+        would_fit: number of pipelines of the smallest template for which there are nodes.
+    """
+    if not numbers:
+        return
+    first, last = numbers[0], numbers[-1]
+    many = max(first, NUMBERS_APART + 1)
+    if many <= last:
+        yield PipelineRange(many, None if would_fit <= last else last)
+    for number in range(min(last, NUMBERS_APART), first - 1, -1):
+        yield PipelineRange(number, number)
 
 
 def instantiations(
@@ -203,6 +223,37 @@ class SizeSearch:
             )
             self._tried.insert(index, (time_s, max_microbatches >= self._num_microbatches))
         return bool(self._tried[index][1][part])
+
+
+class SizeSearches:
+    """A search for each range of numbers of pipelines.
+
+    It is kept and serves fewer nodes, so it is best to ask for the most nodes first.
+
+    Args:
+        times_of: function from a number of pipelines to the end times of each size, see
+            `SizeSearch`.
+    """
+
+    def __init__(
+        self, num_microbatches: int, times_of: Callable[[int], Mapping[Counts, Seconds]]
+    ) -> None:
+        self._num_microbatches = num_microbatches
+        self._times_of = times_of
+        self._searches: dict[PipelineRange, tuple[Counts, SizeSearch]] = {}
+
+    def search(self, nodes: Counts, pipelines: PipelineRange) -> SizeSearch:
+        """A search that covers these nodes."""
+        max_nodes, search = self._searches.get(pipelines, ((0,) * len(nodes), None))
+        if search is None or not _is_part(nodes, max_nodes):
+            search = SizeSearch(
+                nodes,
+                self._times_of(pipelines.min_pipelines),
+                num_microbatches=self._num_microbatches,
+                pipelines=pipelines,
+            )
+            self._searches[pipelines] = nodes, search
+        return search
 
 
 class _Sums:

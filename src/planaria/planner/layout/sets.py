@@ -21,12 +21,11 @@ import numpy as np
 
 from planaria.core.plan import PipelineTemplate
 from planaria.planner.layout.distribution import check_microbatches, fastest_distribution
-from planaria.planner.layout.instantiate import PipelineRange, SizeSearch, sets_of
-from planaria.planner.problem import Counts, Problem
+from planaria.planner.layout.instantiate import SizeSearches, pipeline_ranges, sets_of
+from planaria.planner.problem import Counts, Problem, Seconds
 from planaria.planner.times import PlainTimes
 
 LISTED_MAX: Final = 24
-NUMBERS_APART: Final = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,7 +57,7 @@ class SetSearch:
         self._problem = problem
         self._templates = templates
         self._times = times
-        self._searches: dict[PipelineRange, tuple[Counts, SizeSearch]] = {}
+        self._searches = SizeSearches(problem.num_microbatches, self._times_of)
 
     def fastest(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
         """The fastest set that uses all of these numbers of nodes; None if there is none."""
@@ -76,10 +75,11 @@ class SetSearch:
 
     def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> PipelineSet | None:
         best = min(map(self._pipeline_set, self._equal_sets(nodes, min_pipelines)), default=None)
-        for pipelines in self._ranges(sum(nodes), min_pipelines):
+        numbers = range(min_pipelines, self._max_pipelines(sum(nodes)) + 1)
+        for pipelines in pipeline_ranges(numbers, would_fit=self._would_fit(sum(nodes))):
             # An equally fast set with more pipelines is better, so the bound is just above.
             below_s = np.nextafter(best.iteration_s, np.inf) if best else np.inf
-            fastest = self._search(nodes, pipelines).fastest(nodes, below_s=below_s)
+            fastest = self._searches.search(nodes, pipelines).fastest(nodes, below_s=below_s)
             if fastest is not None:
                 candidate = self._pipeline_set(fastest[1])
                 best = min(best, candidate) if best else candidate
@@ -97,45 +97,17 @@ class SetSearch:
             if is_whole and size in self._templates:
                 yield (size,) * number
 
-    def _search(self, nodes: Counts, pipelines: PipelineRange) -> SizeSearch:
-        """A search that covers these nodes.
-
-        It is kept and serves fewer nodes, so it is best to ask for the most nodes first.
-        """
-        max_nodes, search = self._searches.get(pipelines, ((0,) * len(nodes), None))
-        if search is None or any(
-            wanted > searched for wanted, searched in zip(nodes, max_nodes, strict=True)
-        ):
-            num_pipelines = pipelines.min_pipelines
-            search = SizeSearch(
-                nodes,
-                {
-                    size: self._times.ends_by_count_s(template, num_pipelines=num_pipelines)
-                    for size, template in self._templates.items()
-                },
-                num_microbatches=self._problem.num_microbatches,
-                pipelines=pipelines,
-            )
-            self._searches[pipelines] = nodes, search
-        return search
-
-    def _ranges(self, num_nodes: int, min_pipelines: int) -> Iterator[PipelineRange]:
-        """The ranges of numbers of pipelines to search, largest numbers first.
-
-        All numbers above NUMBERS_APART are one range, each other number is a range of its own. In a
-        large cluster the first range has the fastest set, and little is then tried for the others.
-        """
-        would_fit = num_nodes // min(map(sum, self._templates))
-        max_pipelines = self._max_pipelines(num_nodes)
-        many = max(min_pipelines, NUMBERS_APART + 1)
-        if many <= max_pipelines:
-            yield PipelineRange(many, None if max_pipelines == would_fit else max_pipelines)
-        for number in range(min(max_pipelines, NUMBERS_APART), min_pipelines - 1, -1):
-            yield PipelineRange(number, number)
+    def _times_of(self, num_pipelines: int) -> Mapping[Counts, Seconds]:
+        return {
+            size: self._times.ends_by_count_s(template, num_pipelines=num_pipelines)
+            for size, template in self._templates.items()
+        }
 
     def _max_pipelines(self, num_nodes: int) -> int:
-        would_fit = num_nodes // min(map(sum, self._templates))
-        return min(would_fit, self._problem.num_microbatches)
+        return min(self._would_fit(num_nodes), self._problem.num_microbatches)
+
+    def _would_fit(self, num_nodes: int) -> int:
+        return num_nodes // min(map(sum, self._templates))
 
     def _pipeline_set(self, sizes: tuple[Counts, ...]) -> PipelineSet:
         templates = [self._templates[size] for size in sizes]

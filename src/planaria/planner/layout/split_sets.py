@@ -15,21 +15,18 @@ Source: Oobleck (SOSP '23), section 4.2.1, for sets of templates; ReCycle (SOSP 
 backwards.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Mapping
 
 import numpy as np
 
 from planaria.core.plan import PipelineTemplate
 from planaria.estimator.reductions import equal_reduce_s
 from planaria.planner.layout.depths import numbers_possible
-from planaria.planner.layout.instantiate import PipelineRange, SizeSearch
+from planaria.planner.layout.instantiate import SizeSearches, pipeline_ranges
 from planaria.planner.partition.fewest_stages import rows_of
 from planaria.planner.partition.split_times import least_split_s
-from planaria.planner.problem import Problem, Seconds, stage_costs
+from planaria.planner.problem import Counts, Problem, Seconds, stage_costs
 from planaria.planner.templates import recomputes
-
-NUMBERS_APART: Final = 8  # All larger numbers of pipelines are one range.
 
 
 class SplitSets:
@@ -45,43 +42,24 @@ class SplitSets:
             size: template for size, template in templates.items() if not recomputes(template)
         }
         self._least_s: dict[int, Seconds] = {}
-        self._searches: dict[PipelineRange, tuple[int, SizeSearch]] = {}
+        self._searches = SizeSearches(problem.num_microbatches, self._times_of)
 
     def spreads(self, num_nodes: int) -> tuple[tuple[int, ...], ...]:
         """The depths of the sets, each ascending, the set with the least bound first."""
+        if not self._templates:
+            return ()
         sets = []
-        for pipelines in self._ranges(num_nodes):
-            fastest = self._search(num_nodes, pipelines).fastest((num_nodes,))
+        would_fit = num_nodes // min(self._templates)
+        numbers = numbers_possible(self._problem, num_nodes)
+        for pipelines in pipeline_ranges(numbers, would_fit=would_fit):
+            fastest = self._searches.search((num_nodes,), pipelines).fastest((num_nodes,))
             if fastest is not None:
                 least_s, sizes = fastest
                 sets.append((least_s, tuple(sorted(size for (size,) in sizes))))
         return tuple(depths for _, depths in sorted(sets))
 
-    def _ranges(self, num_nodes: int) -> Iterator[PipelineRange]:
-        """The ranges of numbers of pipelines: each number alone, and all large ones together."""
-        possible = numbers_possible(self._problem, num_nodes)
-        if not (possible and self._templates):
-            return
-        last, would_fit = possible[-1], num_nodes // min(self._templates)
-        many = max(possible[0], NUMBERS_APART + 1)
-        if many <= last:
-            yield PipelineRange(many, None if would_fit <= last else last)
-        for number in range(possible[0], min(last, NUMBERS_APART) + 1):
-            yield PipelineRange(number, number)
-
-    def _search(self, num_nodes: int, pipelines: PipelineRange) -> SizeSearch:
-        """A search that covers these nodes; it is kept, and serves fewer."""
-        max_nodes, search = self._searches.get(pipelines, (0, None))
-        if search is None or num_nodes > max_nodes:
-            number = pipelines.min_pipelines
-            search = SizeSearch(
-                (num_nodes,),
-                {(size,): self._ends_s(size, number) for size in self._templates},
-                num_microbatches=self._problem.num_microbatches,
-                pipelines=pipelines,
-            )
-            self._searches[pipelines] = num_nodes, search
-        return search
+    def _times_of(self, num_pipelines: int) -> Mapping[Counts, Seconds]:
+        return {(size,): self._ends_s(size, num_pipelines) for size in self._templates}
 
     def _ends_s(self, size: int, num_pipelines: int) -> Seconds:
         """Lower bounds on a pipeline, entry n - 1 for n microbatches, with its longest
