@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,30 @@ def run_script(fakes: FakeScheduler, words: list[str], directory: Path, **variab
         words, env=environment, cwd=directory, timeout=60, capture_output=True, check=False
     )
     return script.returncode
+
+
+def told_script(
+    fakes: FakeScheduler,
+    directory: Path,
+    variables: Mapping[str, str],
+    *,
+    files: tuple[str, ...] = ("ready",),
+) -> int:
+    """The exit code of the script for Slurm, which is told to leave once there are these files."""
+    script = subprocess.Popen(
+        ["bash", str(CLUSTERS / "cluster.sbatch")],
+        env={**fakes.environment, **variables},
+        cwd=directory,
+        start_new_session=True,
+    )
+    try:
+        for file in files:
+            wait_for((fakes.directory / file).exists, what=f"there is {file}")
+        script.send_signal(signal.SIGUSR1)
+        return script.wait(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
 
 
 def write_hosts(directory: Path, text: str) -> None:
@@ -268,19 +293,8 @@ def test_slurm_queues_a_job_again_that_its_signal_has_stopped(
             file.unlink()
         (fakes.directory / "ready").unlink(missing_ok=True)
         variables = {"NUM_MACHINES": "2", "HEAD": "told", "OTHER": "0"}
-        script = subprocess.Popen(
-            ["bash", str(CLUSTERS / "cluster.sbatch")],
-            env={**fakes.environment, **variables, "SLURM_RESTART_COUNT": str(num_requeues)},
-            cwd=tmp_path,
-            start_new_session=True,
-        )
-        try:
-            wait_for((fakes.directory / "ready").exists, what="the head is started")
-            script.send_signal(signal.SIGUSR1)
-            ended = script.wait(timeout=60)
-        finally:
-            if script.poll() is None:
-                os.killpg(script.pid, signal.SIGKILL)
+        variables["SLURM_RESTART_COUNT"] = str(num_requeues)
+        ended = told_script(fakes, tmp_path, variables)
 
         assert (ended, fakes.words("scontrol")) == (0 if num_requeues < 20 else 130, words)
 
@@ -304,19 +318,7 @@ def test_slurm_queues_a_job_again_whose_head_was_killed_when_told_to_leave(
     words = 'ready() { touch "$FAKES/ready"; }; wait_told() { tail -f /dev/null & wait; }\n'
     fakes.write("planaria", words + ends)
     fakes.write("sleep", f"{words}ready; exec tail -f /dev/null")
-    script = subprocess.Popen(
-        ["bash", str(CLUSTERS / "cluster.sbatch")],
-        env={**fakes.environment, "NUM_MACHINES": "1"},
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    try:
-        wait_for((fakes.directory / "ready").exists, what="the head is started")
-        script.send_signal(signal.SIGUSR1)
-        ended = script.wait(timeout=60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
+    ended = told_script(fakes, tmp_path, {"NUM_MACHINES": "1"})
 
     assert (ended, fakes.words("scontrol")) == (0, ["requeue 7"])
 
@@ -409,20 +411,7 @@ def test_a_signal_that_comes_before_its_process_is_noted_is_passed_on(
         '{ touch "$FAKES/slept"; sleep 1; }\' DEBUG\n'
     )
     variables = {"NUM_MACHINES": "1", "HEAD": "told", "BASH_ENV": str(slow)}
-    script = subprocess.Popen(
-        ["bash", str(CLUSTERS / "cluster.sbatch")],
-        env={**fakes.environment, **variables},
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    try:
-        wait_for((fakes.directory / "slept").exists, what="the shell is slow")
-        wait_for((fakes.directory / "ready").exists, what="the head is started")
-        script.send_signal(signal.SIGUSR1)
-        ended = script.wait(timeout=60)
-    finally:
-        if script.poll() is None:
-            os.killpg(script.pid, signal.SIGKILL)
+    ended = told_script(fakes, tmp_path, variables, files=("slept", "ready"))
 
     assert (ended, fakes.words("scontrol")) == (0, ["requeue 7"])
 
