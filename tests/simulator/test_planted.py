@@ -16,7 +16,13 @@ from planaria.simulator.fault_draws import (
 )
 from planaria.simulator.scenario import PLAINEST
 from planaria.simulator.simulation import DrawFaults, run
-from simulator import planted, planted_around, planted_copies, planted_machines
+from simulator import (
+    planted,
+    planted_around,
+    planted_copies,
+    planted_machines,
+    planted_records,
+)
 from simulator.planted import Plant
 
 # Where to look, and from which seed on: from 0 on the longest search takes 2,354 seeds.
@@ -122,12 +128,17 @@ def test_the_simulation_finds_a_bug_planted_in_copies_or_grants(
         (planted_around.nobody_is_idle, draw_faults, 3),
         (planted_around.nothing_is_redundant, draw_faults, 1),
         (planted_around.what_was_restarted_once_restarts_for_ever, draw_faults, 3),
+        (planted_records.saves_hold_up_the_coordinator, draw_faults, 2),
+        (planted_records.records_are_not_cut, draw_faults, 17),
+        (planted_records.a_short_history_ends_the_job, draw_faults, 6),
+        (planted_records.leases_that_ended_unseen_are_missed, draw_faults, 400),
+        (planted_records.leases_begin_before_anybody_is_served, draw_faults, 21),
     ],
 )
 def test_the_simulation_finds_a_bug_planted_around_the_protocol(
     plant: Plant, draw: DrawFaults, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In how a job ends, in what follows when nothing can be recorded, and in the ledger."""
+    """In how a job ends, in records and the watch of leases, and in the ledger."""
     plant(monkeypatch)
 
     seeds = range(first, first + WITHIN)

@@ -4,7 +4,7 @@ from random import Random
 
 from planaria.errors import StoreError
 from planaria.simulator.loop import Loop, Process
-from planaria.simulator.modelled.store import SimulatedDisk
+from planaria.simulator.modelled.store import DiskModel, SimulatedDisk
 from planaria.store.store import Event
 
 
@@ -14,7 +14,7 @@ class _Owner:
     def __init__(self) -> None:
         self.loop = Loop()
         self.heard: list[str] = []
-        self.disk = SimulatedDisk(self.loop, Random(0), self._written)
+        self.disk = SimulatedDisk(self.loop, Random(0), self._written, model=DiskModel())
         self.process = Process(self.loop, "owner", place=-1, on_error=self._failed)
         self.store = self.disk.open(
             self.process, self._refused, lease_now_s=lambda: self.process.now_s

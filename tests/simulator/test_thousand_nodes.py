@@ -22,6 +22,7 @@ from planaria.core.records import Recovering, Running, ToLauncher
 from planaria.simulator.checkers.checkers import Checkers
 from planaria.simulator.fault_draws import Fault, FaultKind
 from planaria.simulator.fault_injection import FaultInjection
+from planaria.simulator.modelled.store import DiskModel
 from planaria.simulator.scenario import LEASE_S, Scenario, StoreTrouble, planned_job
 from planaria.simulator.simulated_cluster import SimulatedCluster
 from planaria.store.store import Entry, Event
@@ -99,7 +100,11 @@ def test_a_thousand_nodes_join_and_the_loss_of_one_is_answered_at_once(
     The bounds are on processor time, and on bytes."""
     job = planned_job(replace(SCENARIO, policy=policy))
     cluster = SimulatedCluster(
-        job, Random(SEED), store_trouble=StoreTrouble(), store_rng=Random(SEED)
+        job,
+        Random(SEED),
+        disk_model=DiskModel(),
+        store_trouble=StoreTrouble(),
+        store_rng=Random(SEED),
     )
     work = cluster.observer = _Work(cluster)
     monkeypatch.setattr(leadership, "step", work.step)

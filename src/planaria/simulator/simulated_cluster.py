@@ -25,7 +25,7 @@ from planaria.simulator.modelled.leader import SimulatedCoordinator
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.modelled.rescue import RESCUES_MAX, ReportedRecords
 from planaria.simulator.modelled.saver import SimulatedSaves
-from planaria.simulator.modelled.store import SimulatedDisk
+from planaria.simulator.modelled.store import DiskModel, SimulatedDisk
 from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.network import Endpoint, Network
 from planaria.simulator.scenario import LEASE_S, PlannedJob, StoreTrouble, first_content
@@ -55,6 +55,9 @@ class SimulationObserver(Protocol):
 
     def on_crash(self, fact: CrashFact) -> None:
         """Called when the code in a worker has raised or its process has ended."""
+
+    def on_standstill(self) -> None:
+        """Called when the launcher takes the coordinator for one that stands still."""
 
     def on_rescue(self, rescue: Rescue) -> None:
         """Called before a coordinator starts that only saves, with what it goes on from."""
@@ -89,7 +92,13 @@ class SimulatedCluster:
     """
 
     def __init__(
-        self, job: PlannedJob, rng: Random, *, store_trouble: StoreTrouble, store_rng: Random
+        self,
+        job: PlannedJob,
+        rng: Random,
+        *,
+        disk_model: DiskModel,
+        store_trouble: StoreTrouble,
+        store_rng: Random,
     ) -> None:
         self.job = job
         self.rng = rng
@@ -100,7 +109,7 @@ class SimulatedCluster:
         self.log: list[tuple[float, str, tuple[object, ...]]] = []
         self.observer: SimulationObserver
         self.place_callbacks: list[Callable[[str, int], None]] = []
-        self.disk = SimulatedDisk(self.loop, rng, self._on_record)
+        self.disk = SimulatedDisk(self.loop, rng, self._on_record, model=disk_model)
         self.agents: dict[int, SimulatedAgent] = {}
         self.leader: SimulatedCoordinator
         self.ended: Ended | None = None
@@ -237,7 +246,7 @@ class SimulatedCluster:
             if self.leader.has_adopted:
                 self._on_record(event)
 
-        return SimulatedDisk(self.loop, self.rng, on_write, is_memory=True)
+        return SimulatedDisk(self.loop, self.rng, on_write, model=DiskModel(), is_memory=True)
 
     def _watch_leader(self) -> None:
         """Kills the coordinator if it stands still; repeats itself as the launcher's tick."""
@@ -247,6 +256,7 @@ class SimulatedCluster:
             self._silent_ticks, has_begun=self._has_begun, lease_s=LEASE_S
         )
         if is_silent and not self._is_starting and self.ended is None:
+            self.observer.on_standstill()
             self.kill_leader()
 
     def kill_leader(self, pause_s: float = 0.0) -> None:

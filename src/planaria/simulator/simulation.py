@@ -95,11 +95,14 @@ def run(
     store_rng = Random(f"store {seed}")
     store_trouble = draw_store_trouble(store_rng)
     cluster = SimulatedCluster(
-        planned_job(scenario), rng, store_trouble=store_trouble, store_rng=store_rng
+        planned_job(scenario),
+        rng,
+        disk_model=draw_disk(Random(f"disk {seed}")),
+        store_trouble=store_trouble,
+        store_rng=store_rng,
     )
     cluster.network.delay_s = rng.choice(_DELAYS_S)
     cluster.network.is_uneven = rng.random() < 0.5
-    cluster.disk.model = draw_disk(Random(f"disk {seed}"))
     checkers = cluster.observer = Checkers(cluster)
     checkers.faults = injected = FaultInjection(cluster, faults)
     injected.extend_until(store_trouble.end_s if math.isfinite(store_trouble.end_s) else 0.0)

@@ -254,7 +254,7 @@ class StoreState:
         leases: TTL by lease, in seconds.
         deadlines: time at which each lease is due, by the caller's clock; the only part that is
             not durable.
-        history: the newest changes of keys, without a gap: at most HISTORY_MAX, with at most
+        history: the newest changes of keys, without a gap: at most `history_max`, with at most
             HISTORY_BYTES_MAX of values, but always the newest one.
         history_bytes: size of the values in `history`.
     """
@@ -267,6 +267,7 @@ class StoreState:
     deadlines: Mapping[int, float] = field(default_factory=dict)
     history: tuple[Event, ...] = ()
     history_bytes: int = 0
+    history_max: int = HISTORY_MAX
 
 
 EMPTY: Final = StoreState()
@@ -283,7 +284,7 @@ class StoreStep(NamedTuple):
 def step(state: StoreState, operation: Operation, now_s: float) -> StoreStep:
     """The state after an operation, the result of the operation, and its changes.
 
-    Takes O(keys + HISTORY_MAX) time, because states are never altered in place.
+    Takes O(keys + history_max) time, because states are never altered in place.
 
     Raises:
         ConflictError: a guard does not hold; nothing has changed.
@@ -334,7 +335,7 @@ def state_after(state: StoreState, changes: Sequence[Change], *, now_s: float) -
                 deadlines[lease] = now_s + ttl_s
             case LeaseEnded(lease):
                 del leases[lease], deadlines[lease]
-    first = max(0, len(history) - HISTORY_MAX)
+    first = max(0, len(history) - state.history_max)
     history_bytes -= sum(map(_value_bytes, history[:first]))
     while history_bytes > HISTORY_BYTES_MAX and first < len(history) - 1:
         history_bytes -= _value_bytes(history[first])
@@ -348,6 +349,7 @@ def state_after(state: StoreState, changes: Sequence[Change], *, now_s: float) -
         deadlines=deadlines,
         history=tuple(history[first:]),
         history_bytes=history_bytes,
+        history_max=state.history_max,
     )
 
 

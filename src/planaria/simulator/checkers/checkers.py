@@ -74,6 +74,7 @@ from planaria.store.store import Entry, Event
 _STILL_S: Final = 60.0  # Longest time between commits without a fault: that of a wait in vain.
 PATIENCE_S: Final = 75.0  # Time from the last fault to the job's end: such a wait, and a recovery.
 _COST_NOTHING: Final = {FaultKind.HEAD_CUT, FaultKind.JOIN, FaultKind.STOP, FaultKind.CLOCK}
+_HOLD_UP_HEAD: Final = (FaultKind.PAUSE, FaultKind.STUCK)
 _LEAVES_S: Final = 4 * LEASE_S  # Longest time from an eviction to the end of a reachable node.
 
 
@@ -468,6 +469,11 @@ class Checkers:
     def on_crash(self, fact: CrashFact) -> None:
         """See SimulationObserver."""
         self._crashes.add(fact)
+
+    def on_standstill(self) -> None:
+        """See SimulationObserver."""
+        if not self._struck_nodes(*_HOLD_UP_HEAD):
+            self._fail("the coordinator stands still, and nothing holds it up")
 
     def on_rescue(self, rescue: Rescue) -> None:
         """See SimulationObserver."""

@@ -14,7 +14,15 @@ from typing import Final
 from planaria.errors import StoreError
 from planaria.simulator.loop import Future, Loop, Process
 from planaria.store.embedded import EmbeddedStore
-from planaria.store.store import EMPTY, Change, Entry, Event, Gone, StoreState, state_after
+from planaria.store.store import (
+    HISTORY_MAX,
+    Change,
+    Entry,
+    Event,
+    Gone,
+    StoreState,
+    state_after,
+)
 
 _FULL: Final = "the disk is full"
 
@@ -30,6 +38,7 @@ class DiskModel:
         slow_s: upper bound on the time of a slow write without its bytes.
         piece_bytes: size above which the coordinator cuts records into pieces.
         value_bytes_max: upper bound on the size of a value of an epoch's record.
+        history_max: upper bound on the number of past changes at which a watch can begin.
     """
 
     write_s: float = 0.0005
@@ -37,10 +46,15 @@ class DiskModel:
     slow_s: float = 0.3
     piece_bytes: int = 1 << 19
     value_bytes_max: int = 1 << 20
+    history_max: int = HISTORY_MAX
 
 
 def draw_disk(rng: Random) -> DiskModel:
-    """The disk of a run; on half of the disks records have pieces of at most 500 bytes."""
+    """The disk of a run.
+
+    On half of the disks records have pieces of at most 500 bytes; half of the stores keep so few
+    changes that a loss of several nodes at once is more than a watch can begin at.
+    """
     piece_bytes = rng.choice((1 << 19, 1 << 19, 500, 200))
     return DiskModel(
         write_s=rng.choice((0.0005, 0.0005, 0.0005, 0.01, 0.45, 0.9)),
@@ -48,6 +62,7 @@ def draw_disk(rng: Random) -> DiskModel:
         slow_s=rng.choice((0.3, 1.0, 2.0)),
         piece_bytes=piece_bytes,
         value_bytes_max=2 * piece_bytes,
+        history_max=rng.choice((HISTORY_MAX, HISTORY_MAX, 4, 1)),
     )
 
 
@@ -57,6 +72,7 @@ class SimulatedDisk:
     Args:
         on_write: callback for each key that is written, or gone with its lease, once that is on the
             disk.
+        model: properties of the disk.
         is_memory: whether it stands for memory: writes take no time, and it is never full.
 
     Attributes:
@@ -71,9 +87,10 @@ class SimulatedDisk:
         rng: Random,
         on_write: Callable[[Event], None],
         *,
+        model: DiskModel,
         is_memory: bool = False,
     ) -> None:
-        self.model = DiskModel()
+        self.model = model
         self.slow_share = 0.0
         self.is_full = False
         self._is_memory = is_memory
@@ -83,7 +100,7 @@ class SimulatedDisk:
         self._loop = loop
         self._rng = rng
         self._on_write = on_write
-        self._durable = EMPTY
+        self._durable = StoreState(history_max=model.history_max)
         self._store = EmbeddedStore(self, now_s=lambda: 0.0)
         self._writing: list[Change] = []
         self._unwritten: list[Change] = []
