@@ -197,6 +197,7 @@ class _Refused(_Notes):
     ("late_s", "keep"),
     [
         pytest.param(0.25, 0, marks=pytest.mark.long),
+        pytest.param(3.0, 0, marks=(pytest.mark.long, pytest.mark.timeout(600))),
         pytest.param(0.5, 2, marks=pytest.mark.long),
         pytest.param(3.0, 2, marks=(pytest.mark.long, pytest.mark.timeout(300))),
     ],
