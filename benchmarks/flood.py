@@ -7,13 +7,16 @@ nodes wait for. Windows of some seconds follow one another, in an order drawn an
     calm, calm again   nothing happens.
     half-open          connections that are opened as fast as one process can, and say nothing.
     handshakes         the same, from another address, and each begins a handshake of a node.
+    other tokens       connections with the certificate of another token file, half of them
+                       expired, which take the head's certificate for what it is.
+    replayed           what a client with the token file has sent, recorded, and sent again.
     malformed          connections that prove to have the token file, one after the other, and then
                        send bytes that are no message.
 
 The cost is the median seconds of an iteration in a window over those of the calm window of its
 round; the A/A ratio is that of the other calm one. The goal: with the median over the rounds, no
 flood takes training GOAL times as long. All the floods together open 10,000 connections that say
-nothing and 1,000 that send nonsense, or more. They come from a process of a low priority, because
+nothing and 1,000 of each other kind, or more. They come from a process of a low priority, because
 who floods a head does not compute on it; what the head has to do for them it does on the processors
 that the nodes share. Exits 1 if a goal is missed.
 """
@@ -27,6 +30,7 @@ import random
 import re
 import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -34,19 +38,33 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Final
 
 from light.head import Head
 from planaria.transport.acceptor import Purpose, connect
-from planaria.transport.credentials import Credentials
+from planaria.transport.credentials import (
+    Credentials,
+    credentials_between,
+    make_credentials,
+)
 from planaria.transport.sockets import Address
 
 GOAL: Final = 1.05
-WINDOWS: Final = ("calm", "calm again", "half-open", "handshakes", "malformed")
+WINDOWS: Final = (
+    *("calm", "calm again", "half-open", "handshakes"),
+    *("other tokens", "replayed", "malformed"),
+)
 NUM_NODES: Final = 6
-NUM_OPENED_GOAL: Final = {"half-open": 10_000, "handshakes": 10_000, "malformed": 1_000}
+NUM_OPENED_GOAL: Final = {
+    "half-open": 10_000,
+    "handshakes": 10_000,
+    "other tokens": 1_000,
+    "replayed": 1_000,
+    "malformed": 1_000,
+}
 _NUM_KEPT: Final = 400
 _TIMEOUT_S: Final = 120.0
 _SETTLE_S: Final = 1.0
@@ -123,6 +141,8 @@ def _window_s(window: str, head: Head, address: Address, window_s: float) -> tup
     flood = {
         "half-open": _open_halves,
         "handshakes": _begin_handshakes,
+        "other tokens": _show_other_tokens,
+        "replayed": _replay,
         "malformed": _send_nonsense,
     }.get(window)
     spawning = multiprocessing.get_context("spawn")
@@ -167,6 +187,61 @@ def _open_many(address: Address, count: "Count[int]", *, sent: bytes, source: st
             kept.popleft().close()
 
 
+def _show_other_tokens(address: Address, _: Credentials, count: "Count[int]") -> None:
+    """Begins TLS as a node with a certificate that is not the job's; never returns."""
+    os.nice(_NICE)
+    long_ago = datetime(1970, 1, 1, tzinfo=UTC)
+    others = (make_credentials(), credentials_between(long_ago, long_ago + timedelta(days=1)))
+    contexts = [other.client_context() for other in others]
+    for context in contexts:
+        context.verify_mode = ssl.CERT_NONE
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=5.0) as sock:
+            count.value += 1
+            sock.sendall(Purpose.NODE.value)
+            with contexts[count.value % len(contexts)].wrap_socket(sock) as stream:
+                stream.recv(1)
+
+
+def _replay(address: Address, credentials: Credentials, count: "Count[int]") -> None:
+    """Sends what a client has sent again and again; never returns."""
+    os.nice(_NICE)
+    recorded = asyncio.run(_recorded(address, credentials))
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=5.0) as sock:
+            count.value += 1
+            sock.sendall(recorded)
+            while sock.recv(1 << 16):
+                pass
+
+
+async def _recorded(address: Address, credentials: Credentials) -> bytes:
+    """What a client sends that proves to have the token file, and says nothing then."""
+    recorded = bytearray()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*address)
+        back = asyncio.create_task(forward(far_reader, writer))
+        while data := await reader.read(1 << 16):
+            recorded.extend(data)
+            far_writer.write(data)
+        far_writer.close()
+        await back
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+        spied = server.sockets[0].getsockname()
+        _, writer = await connect(spied, Purpose.REQUEST, credentials, timeout_s=_TIMEOUT_S)
+        writer.close()
+        await writer.wait_closed()
+    return bytes(recorded)
+
+
 def _send_nonsense(address: Address, credentials: Credentials, count: "Count[int]") -> None:
     asyncio.run(_send_nonsense_for_ever(address, credentials, count))
 
@@ -177,7 +252,7 @@ async def _send_nonsense_for_ever(
     os.nice(_NICE)
     rng = random.Random(0)
     while True:
-        purpose = rng.choice((Purpose.NODE, Purpose.MACHINE, Purpose.REQUEST))
+        purpose = rng.choice((Purpose.MACHINE, Purpose.REQUEST))  # A node has a key of the run.
         with contextlib.suppress(ConnectionError):
             _, writer = await connect(
                 address, purpose, credentials, timeout_s=5.0, identity=1_000_000 + count.value
