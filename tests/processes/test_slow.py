@@ -68,9 +68,10 @@ def test_a_model_that_computes_is_slowed_too(server: ForkServer, tmp_path: Path)
     """Whatever its layers are; to nobody's bits."""
     config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     calm = run_under_faults(chaos_job(FAMILY, tmp_path / "calm", server, nodes=4), server)
-    slowed = run_under_faults(config, server, "slow=30:1@2", "slow=1:1@5")
+    slowed = run_under_faults(config, server, "slow=60:1@2", "slow=1:1@5")
 
     assert digests(slowed) == digests(calm)
     seconds = [record.seconds for record in slowed.report.iterations]
-    assert min(seconds[2:5]) > 3 * statistics.median(record for record in seconds[6:])
+    # Beside other work on the same cores an iteration takes thrice as long as alone.
+    assert min(seconds[2:5]) > 2 * statistics.median(seconds[6:])
     assert all(event.fired for event in slowed.report.events)
