@@ -2,10 +2,11 @@
 
 import asyncio
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -101,7 +102,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     """A later planaria may write what this one would misread; the way out is its own business."""
 
     async def run(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planaria.nodes.head.journal._FORMAT", 3)
+        monkeypatch.setattr("planaria.nodes.head.journal_records._FORMAT", 3)
         await contents(tmp_path)
         monkeypatch.undo()
 
@@ -254,6 +255,36 @@ def test_a_full_disk_ends_the_store_and_loses_nothing(
         assert keys in (["a"], ["a", "b"])
 
     asyncio.run(run())
+
+
+def test_a_journal_goes_on_where_saves_have_filled_its_disk(tmp_path: Path) -> None:
+    """Until it has used up what it took in advance."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    num_records = 0
+
+    async def write_until_refused() -> None:
+        nonlocal num_records
+        async with open_store(disk, now_s=lambda: 0.0) as store:
+            with (disk / "saves").open("wb", buffering=0) as saves, suppress(OSError):
+                while True:
+                    saves.write(bytes(4096))
+            with suppress(StoreError):
+                while True:
+                    await store.put("a", bytes(1000))
+                    num_records += 1
+
+    try:
+        asyncio.run(write_until_refused())
+        (entry,) = asyncio.run(contents(disk)).entries
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+    assert 200 < num_records < 500  # A sixteenth of 8 MiB, in base64.
+    assert entry.revision in (num_records, num_records + 1)
 
 
 @pytest.mark.parametrize("name", ["archive", "journal.partial"])

@@ -4,8 +4,7 @@
     {directory}/archive     records of superseded entries that are not in the journal any more
     {directory}/lock        locked by the process that has the store open
 
-A record is a marker, the length of its body, the xxh3_64 of its body, and the body: JSON, which in
-UTF-8 never contains the marker's first byte. Writers wait until a flush has written their changes
+Writers wait until a flush has written their changes
 to the disk; changes that arrive in the meantime share the next flush.
 
 A torn record at the end of the file, left by a crash, was never acknowledged and is cut off. A bad
@@ -17,29 +16,36 @@ fast on the last day of a job as on the first. A crash between the two steps lea
 twice in the archive. The archive is never synced: its readers run on this machine before the
 machine restarts.
 
+Blocks behind the journal's end are allocated in advance. So the journal goes on where saves have
+filled its disk, and all that is lost are newer saves.
+
 A disk that does not answer in time is treated like one that refuses; a write that still hangs then
 is left behind in its thread. A journal that cannot be replaced by a snapshot just goes on growing.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
 import queue
-import re
-import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import msgspec
-import xxhash
-
 from planaria.coordinator.saves import SLOW_S
 from planaria.errors import StoreError
+from planaria.nodes.head.journal_records import (
+    archived_entries,
+    decode_bodies,
+    has_record,
+    record_bodies,
+    record_of,
+    snapshot_record,
+)
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.store import EMPTY, Change, Entry, StoreState, Superseded, state_after
 
@@ -48,10 +54,10 @@ logger = logging.getLogger(__name__)
 REWRITE_BYTES: Final = 1 << 20
 TIMEOUT_S: Final = 600.0
 _CLOSE_TIMEOUT_S: Final = 1.0
+_RESERVED_BYTES_MAX: Final = 1 << 24
+_RESERVED_SHARE: Final = 16  # At most one part in so many of what is free.
+_KEEP_SIZE: Final = 1  # FALLOC_FL_KEEP_SIZE
 _REWRITE_FACTOR: Final = 4  # Journal size per snapshot size; rewriting costs 1/4 of appending.
-_FORMAT: Final = 2
-_MARKER: Final = b"\xffPLJ"
-_HEADER: Final = struct.Struct("!4sIQ")
 
 
 # A function that returns once the changes are durable; it also gets the state after them. If it
@@ -214,25 +220,14 @@ def superseded_entries(directory: Path) -> list[Entry]:
     archive, journal = directory / "archive", directory / "journal"
     try:
         archive_bytes = archive.read_bytes() if archive.exists() else b""
-        bodies, num_bytes = _records(journal.read_bytes())
+        bodies, num_bytes = record_bodies(journal.read_bytes())
     except OSError as error:
         raise _disk_error(directory, error) from error
     if not bodies:
         raise _damaged_error(journal, num_bytes)
-    decoder = msgspec.json.Decoder(tuple[Entry, ...])
-    entries = _newly_superseded(*_decode(journal, bodies))
-    for place in _marker_places(
-        archive_bytes
-    ):  # A record torn by a crash may have good ones after it.
-        if (body := _record_body(archive_bytes, place)) is not None:
-            entries += decoder.decode(body)
+    entries = _newly_superseded(*decode_bodies(journal, bodies)) + archived_entries(archive_bytes)
     by_revision = {entry.revision: entry for entry in entries}
     return [by_revision[revision] for revision in sorted(by_revision)]
-
-
-class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    version: int
-    state: StoreState
 
 
 class _FileJournal:
@@ -291,8 +286,8 @@ class _FileJournal:
     def _read(self) -> None:
         """Reads the file, cuts off a torn record, and opens the file for appending."""
         content = self._path.read_bytes()
-        bodies, self._num_bytes = _records(content)
-        if not bodies or _has_record(content, after=self._num_bytes):
+        bodies, self._num_bytes = record_bodies(content)
+        if not bodies or has_record(content, after=self._num_bytes):
             raise _damaged_error(self._path, self._num_bytes)
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         if self._num_bytes < len(content):
@@ -302,7 +297,8 @@ class _FileJournal:
         os.fsync(self._fd)
         self._sync_name()
         self._set_rewrite_bytes(len(bodies[0]))
-        state, changes = _decode(self._path, bodies)
+        _reserve(self._fd, behind=self._num_bytes)
+        state, changes = decode_bodies(self._path, bodies)
         self._superseded = _newly_superseded(state, changes)
         self._state = state_after(state, changes, now_s=0.0)
 
@@ -354,7 +350,7 @@ class _FileJournal:
             with self._lock:
                 if self._fd < 0:
                     raise StoreError(f"{self._path} is closed")
-                self._num_bytes += _write_synced(self._fd, _record(changes))
+                self._num_bytes += _write_synced(self._fd, record_of(changes))
                 self._sync_name()
                 self._superseded += _newly_superseded(self._state, changes)
                 self._state = state
@@ -396,14 +392,14 @@ class _FileJournal:
         path = self._path.with_name("archive")
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT, 0o600)
         try:
-            _write(fd, b"".join(_record((entry,)) for entry in self._superseded))
+            _write(fd, b"".join(record_of((entry,)) for entry in self._superseded))
         finally:
             os.close(fd)
         self._superseded = []
 
     def _rewrite(self, state: StoreState) -> None:
         """Replaces the file, if any, by one that contains only a snapshot."""
-        record = _record(_Snapshot(version=_FORMAT, state=state))
+        record = snapshot_record(state)
         flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT | os.O_TRUNC
         fd = os.open(self._partial, flags, 0o600)
         try:
@@ -418,6 +414,7 @@ class _FileJournal:
         self._fd = fd
         self._is_named = False
         self._num_bytes = len(record)
+        _reserve(fd, behind=self._num_bytes)
         self._set_rewrite_bytes(len(record))
 
     def _set_rewrite_bytes(self, snapshot_bytes: int) -> None:
@@ -494,60 +491,6 @@ def _lock_file(path: Path) -> int:
     return fd
 
 
-def _record(content: Sequence[Change] | _Snapshot) -> bytes:
-    body = msgspec.json.encode(content)
-    return _HEADER.pack(_MARKER, len(body), xxhash.xxh3_64_intdigest(body)) + body
-
-
-def _record_body(content: bytes, start: int) -> bytes | None:
-    """The body of the complete record that starts at byte `start`; None if none starts there."""
-    first = start + _HEADER.size
-    if first > len(content):
-        return None
-    marker, num_bytes, digest = _HEADER.unpack_from(content, start)
-    body = content[first : first + num_bytes]
-    is_complete = marker == _MARKER and len(body) == num_bytes
-    return body if is_complete and xxhash.xxh3_64_intdigest(body) == digest else None
-
-
-def _records(content: bytes) -> tuple[list[bytes], int]:
-    """The bodies of the records before the first bad one, and the byte at which they end."""
-    bodies, end = [], 0
-    while (body := _record_body(content, end)) is not None:
-        bodies.append(body)
-        end += _HEADER.size + len(body)
-    return bodies, end
-
-
-def _marker_places(content: bytes) -> list[int]:
-    """The bytes at which a record may begin, ascending."""
-    return [match.start() for match in re.finditer(re.escape(_MARKER), content)]
-
-
-def _has_record(content: bytes, *, after: int) -> bool:
-    places = [place for place in _marker_places(content) if place > after]
-    return any(_record_body(content, place) is not None for place in places)
-
-
-def _decode(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Change]]:
-    """The state of the snapshot, and the changes in the records after it.
-
-    Raises:
-        StoreError: the bodies are not those of a journal in this format.
-    """
-    try:
-        snapshot = msgspec.json.decode(bodies[0], type=_Snapshot)
-        decoder = msgspec.json.Decoder(tuple[Change, ...])
-        changes = [change for body in bodies[1:] for change in decoder.decode(body)]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(
-            f"{path} is not a journal that this version of planaria can read: {error}"
-        ) from error
-    if snapshot.version != _FORMAT:
-        raise StoreError(f"{path} has format {snapshot.version}, this planaria reads {_FORMAT}")
-    return snapshot.state, changes
-
-
 def _newly_superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
     """The entries that are superseded when these changes are applied to the state."""
     if not any(isinstance(change, Superseded) for change in changes):
@@ -572,6 +515,22 @@ def _write(fd: int, content: bytes) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(fd, rest) :]
+
+
+def _reserve(fd: int, *, behind: int) -> None:
+    """Allocates blocks behind a file's end, if the file system can, and leaves its size as it is.
+
+    A call that fails for want of space may keep what it got, so few of the free blocks are taken.
+
+    Args:
+        behind: size of the file, in bytes.
+    """
+    space = os.fstatvfs(fd)
+    free_bytes = space.f_bavail * space.f_frsize
+    num_bytes = min(_RESERVED_BYTES_MAX, free_bytes // _RESERVED_SHARE)
+    if num_bytes:
+        offset, size = ctypes.c_long(behind), ctypes.c_long(num_bytes)
+        ctypes.CDLL(None).fallocate(fd, _KEEP_SIZE, offset, size)
 
 
 def _sync_directory(directory: Path) -> None:
