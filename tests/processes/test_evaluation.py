@@ -4,6 +4,8 @@ import itertools
 import math
 import os
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +197,42 @@ def test_the_last_save_is_complete_while_held_out_data_are_evaluated(
     assert record.metrics["saved"] == 1.0
     assert report.final.iteration == ITERATIONS
     assert not report.events
+
+
+def slow(output: Tensor, _: Tensor) -> int:
+    """A metric that takes long, and notes its calls but the first in the strike file."""
+    if next(_NUM_CALLS):
+        with Path(os.environ["STRIKE_FILE"]).open("a") as file:
+            file.write("x")
+        time.sleep(0.5)
+    return len(output)
+
+
+@pytest.mark.parametrize("patience", [0, pytest.param(3, marks=pytest.mark.long)])
+def test_a_stop_breaks_an_evaluation_off_unless_it_may_end_training(
+    patience: int, server: ForkServer, strike_file: Path, tmp_path: Path
+) -> None:
+    """A scheduler waits for so long and no longer, and all since the newest save was lost. Its
+    microbatches are left out on all ranks of a pipeline."""
+    metrics = {"slow": "processes.test_evaluation:slow"}
+    config = replace(EVALUATION, metrics=metrics, patience=patience)
+    job = replace(_job(tmp_path, server, nodes=2), evaluation=config)
+    plan = shaped_plan((2,), job.num_microbatches)
+
+    def stop() -> None:
+        wait_until(strike_file.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    result = Job(job).run(server=server, plan=plan)
+    stopping.join()
+
+    num_noted, num_all = len(strike_file.read_text()), math.ceil(SAMPLES / 2) - 1
+    assert _stopped(result) == (3, True)
+    assert [record.iteration for record in result.report.evaluations] == [2] * bool(patience)
+    assert num_noted == num_all if patience else num_noted < num_all
+    assert result.report.final.checkpoint.endswith("3-0")
 
 
 def odd(output: Tensor, _: Tensor) -> float:

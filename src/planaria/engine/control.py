@@ -87,6 +87,10 @@ class Control:
         """Whether saves of this epoch are of no use any more, see `MessageSummary.is_over`."""
         return self.line.is_over(epoch)
 
+    def is_stopping(self) -> bool:
+        """Whether the job is asked to stop at the next commit."""
+        return self.line.stop_requested
+
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
         return self._orders.get()

@@ -289,7 +289,7 @@ class Worker:
             case act.Evaluate():
                 assert self._evaluator is not None
                 self._copying.on_pause()
-                self._iteration_end_s += self._evaluator.run(action.age)  # No part of an iteration.
+                self._iteration_end_s += self._evaluator.run(action.age, self._control.is_stopping)
             case act.Compute():
                 vector = self._compute(action.iteration)
                 return on_computed(self._state, action.iteration, vector)

@@ -32,6 +32,11 @@ JOB = replace(
 )
 
 
+def never() -> bool:
+    """The answer of a job that nobody stops."""
+    return False
+
+
 @contextmanager
 def evaluator_on(device: Device, job: JobConfig = JOB) -> Iterator[Callable[[], Evaluator]]:
     """Makes evaluators of the only rank of a plan, of one evaluation, each as in a new epoch."""
@@ -59,7 +64,7 @@ def test_parts_that_the_user_has_put_into_eval_are_so_after_an_evaluation() -> N
     model = replace(JOB.model, target="helpers.user_models:frozen_in_eval")
     with evaluator_on(LateDevice(), replace(JOB, model=model)) as make:
         evaluator = make()
-        evaluator.run(2)
+        evaluator.run(2, never)
 
     flags = {
         layer: {module.training for module in held.module.modules() if module is not held.module}
@@ -74,7 +79,7 @@ def test_a_microbatch_of_another_size_may_be_compiled_and_yet_has_a_limit() -> N
     with evaluator_on(PROCESSOR) as make:
         evaluator = make()
         evaluator._limits = EpochLimits(ActionTimes(compiled), pulse)
-        evaluator.run(2)
+        evaluator.run(2, never)
 
     *others, compiling = pulse.limits_s
     assert min(others) < 600.0 <= compiling < math.inf
@@ -86,7 +91,7 @@ def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:
     with evaluator_on(LateDevice()) as make:
         for age in (2, 4):
             evaluator = make()
-            evaluator.run(age)
+            evaluator.run(age, never)
     evaluation = evaluator._evaluation
 
     assert not evaluation.take_results(0)
@@ -95,6 +100,23 @@ def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:
     assert not evaluation.take_results(3)  # Of the other one, all may have gone back meanwhile.
     assert [later.iteration for later in evaluation.take_results(4)] == [4]
     assert not evaluation.take_results(5)
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_who_is_asked_to_stop_leaves_microbatches_out_unless_results_end_training(
+    patience: int,
+) -> None:
+    """There is no result then, and the next evaluation is whole again."""
+    config = replace(JOB.evaluation, patience=patience)
+    answers = iter([False, True, True, *[False] * SAMPLES])
+    with evaluator_on(LateDevice(), replace(JOB, evaluation=config)) as make:
+        evaluator = make()
+        evaluator.run(2, lambda: next(answers))
+        evaluator.run(4, never)
+
+    results = evaluator._evaluation.take_results(4)
+    assert [result.iteration for result in results] == [2, 4][not patience :]
+    assert {result.num_samples for result in results} == {SAMPLES}
 
 
 def test_a_loss_that_was_computed_while_a_peer_was_lost_is_refused(
@@ -113,6 +135,6 @@ def test_a_loss_that_was_computed_while_a_peer_was_lost_is_refused(
 
         monkeypatch.setattr(Evaluator, "_write_sums", lose_a_peer)
         with pytest.raises(PeerLostError):
-            evaluator.run(2)
+            evaluator.run(2, never)
 
     assert not evaluator._evaluation.untold

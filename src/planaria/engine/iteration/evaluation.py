@@ -5,6 +5,11 @@ hops in the order of microbatches, so no two ranks wait for each other. A rank t
 until its receiver has computed the microbatch before the last one, so that none runs far ahead and
 fills the memory of those behind it. In the end all ranks sum the losses, and so know the result.
 
+An evaluation may take longer than a scheduler leaves a job to stop. So the rank with which a route
+begins computes no more microbatches once the job is asked to stop, and sends _LEFT_OUT in place of
+each; all ranks then know from the sums that there is no result. Where results end training, none is
+left out, because a job that goes on later would end with another iteration.
+
 Nothing of it is seen by training: the random generators are restored, no layer changes, and the
 time of iterations does not contain it.
 """
@@ -24,7 +29,7 @@ from torch import Tensor
 from planaria.core.commit import ordered_sum
 from planaria.core.job import JobConfig
 from planaria.core.messages import Evaluated
-from planaria.core.plan import Plan, Route
+from planaria.core.plan import Hop, Plan, Route
 from planaria.data.batches import HeldOut, SampleNote, check_num_samples
 from planaria.data.datasets import Dataset, keep_generators, load_held_out
 from planaria.data.text import TokenDataset
@@ -43,6 +48,7 @@ Metric = Callable[[Any, Any], Any]
 
 _IN_FLIGHT: Final = 2  # Microbatches that a rank may be ahead of the next one.
 _EVALUATE: Final = "evaluate"  # Kind of the actions, for `EpochLimits`.
+_LEFT_OUT: Final = torch.zeros((), dtype=torch.int64)  # No output of a layer has no dimensions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class Evaluation:
         metrics: functions that return a sum over the targets of a microbatch, by name.
         key: key that names the held-out data: "evaluation.target" or "evaluation.path".
         name: value of that key.
+        ends_training: whether results decide when training ends.
         untold: results that were not taken yet, by the number of iterations before them. They
             outlast an epoch that ends between an evaluation and the report of its iteration.
     """
@@ -61,6 +68,7 @@ class Evaluation:
     metrics: Mapping[str, Metric]
     key: str
     name: str
+    ends_training: bool = False
     untold: dict[int, Evaluated] = field(default_factory=dict)
 
     def take_results(self, age: int) -> tuple[Evaluated, ...]:
@@ -152,7 +160,8 @@ def load_evaluation(
     }
     samples = HeldOut(held_out, job.training, num_samples=config.samples)
     check_num_samples(samples.num_samples, num_samples, key)
-    return Evaluation(samples, metrics, key, config.target or config.path)
+    name = config.target or config.path
+    return Evaluation(samples, metrics, key, name, ends_training=config.patience > 0)
 
 
 def try_evaluation(evaluation: Evaluation, stage: RankStage) -> None:
@@ -194,6 +203,10 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _never() -> bool:
+    return False
+
+
 class Evaluator:
     """One rank's part of the evaluations of one epoch."""
 
@@ -211,21 +224,25 @@ class Evaluator:
         self._limits = EpochLimits(context.times, context.pulse)
         self._untaken: dict[int, list[Tag]] = {}
 
-    def run(self, age: int) -> float:
-        """Evaluates parameters of this age; returns the seconds that it took.
+    def run(self, age: int, is_stopping: Callable[[], bool]) -> float:
+        """Evaluates parameters of this age; returns the seconds, which are no part of an iteration.
 
-        When it returns, all ranks have the result.
+        When it returns, all ranks have the result, or have left it out.
+
+        Args:
+            is_stopping: function that tells whether the job is asked to stop.
         """
+        leaves_out = _never if self._evaluation.ends_training else is_stopping
         begin_s = time.monotonic()
         held_out, names = self._evaluation.held_out, sorted(self._evaluation.metrics)
         count = held_out.num_microbatches
         held_out.clear()  # An evaluation before this one may have been broken off.
-        sums = np.zeros((2 + len(names), count), dtype=np.float64)
+        sums = np.zeros((3 + len(names), count), dtype=np.float64)
         with torch.no_grad(), keep_generators(), _evaluate_layers(self._stage):
             for index in range(count):
                 self._comm.check()
                 route = self._routes[index % len(self._routes)]
-                self._run_microbatch(route, age, index, sums[:, index])
+                self._run_microbatch(route, age, index, sums[:, index], leaves_out=leaves_out)
             for rank in sorted(self._untaken):
                 self._wait_taken(rank, at_most=0)
         self._comm.check()  # A receive that was aborted may have ended as if all were well.
@@ -237,9 +254,11 @@ class Evaluator:
             timeout_s=UNLIMITED_S,
             channel=Channel.EVALUATED,
         )
-        losses, targets, *others = total.reshape(sums.shape).tolist()
+        losses, targets, *others, evaluated = total.reshape(sums.shape).tolist()
         num_targets = sum(targets) or math.nan
         seconds = time.monotonic() - begin_s
+        if sum(evaluated) < count:
+            return seconds
         result = Evaluated(
             iteration=age,
             loss=_finite(ordered_sum(losses) / num_targets),
@@ -255,7 +274,15 @@ class Evaluator:
         self._stage.note_held_out(result.loss, age=age)
         return seconds
 
-    def _run_microbatch(self, route: Route, age: int, index: int, sums: np.ndarray) -> None:
+    def _run_microbatch(
+        self,
+        route: Route,
+        age: int,
+        index: int,
+        sums: np.ndarray,
+        *,
+        leaves_out: Callable[[], bool],
+    ) -> None:
         """Runs this rank's hops of a microbatch; writes its sums, if it ends on this rank."""
         held_out, hidden = self._evaluation.held_out, None
         for number, hop in enumerate(route):
@@ -265,22 +292,11 @@ class Evaluator:
             if number and hidden is None:
                 tag = Tag(Channel.EVALUATE, age, index, number)
                 hidden = self._comm.receive(route[number - 1].rank, tag)
-            begin_s = time.monotonic()
-            self._limits.begin(Workload(_EVALUATE, (hop.first_layer, hop.end_layer)))
             is_last = number == len(route) - 1
-            with self._evaluation.name_samples(age, index):
-                if hidden is None:
-                    hidden = bring(held_out.inputs(index), self._stage.device.bring)
-                self._limits.see_input(hidden)
-                hidden = self._stage.forward(
-                    hop.first_layer, hop.end_layer, hidden, iteration=age, microbatch=index
-                )
-                if is_last:
-                    self._write_sums(hidden, age, index, sums)
-                else:
-                    self._stage.device.finish()
-            self._context.pulse.become_idle()
-            self._limits.note(time.monotonic() - begin_s)
+            if hidden is None and leaves_out():
+                hidden = _LEFT_OUT.to(self._stage.device.place)
+            if hidden is None or hidden.dim() > 0:
+                hidden = self._compute(hop, hidden, age, index, sums if is_last else None)
             if number and route[number - 1].rank != self._rank:
                 taken = Tag(Channel.EVALUATE_TAKEN, age, index, number)
                 self._links.send(route[number - 1].rank, taken, np.zeros(1, dtype=np.uint8))
@@ -288,8 +304,34 @@ class Evaluator:
                 self._send(route[number + 1].rank, age, index, number + 1, hidden)
         held_out.clear()
 
+    def _compute(
+        self, hop: Hop, hidden: Tensor | None, age: int, index: int, sums: np.ndarray | None
+    ) -> Tensor:
+        """The output of a hop for a microbatch.
+
+        Args:
+            hidden: its input; None: the samples of the microbatch.
+            sums: column of the microbatch, written after its last hop; None: this is another hop.
+        """
+        begin_s = time.monotonic()
+        self._limits.begin(Workload(_EVALUATE, (hop.first_layer, hop.end_layer)))
+        with self._evaluation.name_samples(age, index):
+            if hidden is None:
+                hidden = bring(self._evaluation.held_out.inputs(index), self._stage.device.bring)
+            self._limits.see_input(hidden)
+            hidden = self._stage.forward(
+                hop.first_layer, hop.end_layer, hidden, iteration=age, microbatch=index
+            )
+            if sums is not None:
+                self._write_sums(hidden, age, index, sums)
+            else:
+                self._stage.device.finish()
+        self._context.pulse.become_idle()
+        self._limits.note(time.monotonic() - begin_s)
+        return hidden
+
     def _write_sums(self, output: Tensor, age: int, index: int, sums: np.ndarray) -> None:
-        sums[:] = self._evaluation.sums(output, self._stage, age=age, index=index)
+        sums[:] = *self._evaluation.sums(output, self._stage, age=age, index=index), 1.0
 
     def _send(self, target: int, age: int, index: int, hop: int, hidden: Tensor) -> None:
         self._wait_taken(target, at_most=_IN_FLIGHT - 1)
