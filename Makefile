@@ -112,6 +112,8 @@ clusters: $(READY)
 		echo "make clusters needs $$program: apt-get install slurm-wlm munge" >&2; exit 2; }; done
 	@$(BIN)/python -c 'import ray, kubernetes_validate' 2> /dev/null || { \
 		echo "make clusters needs $(BIN)/pip install ray kubernetes-validate" >&2; exit 2; }
+	@PYTHONPATH=tests $(BIN)/python -c 'from helpers.host_networks import obstacle; \
+		exit(f"make clusters needs hosts in namespaces, but {obstacle()}" if obstacle() else 0)' || exit 2
 	$(PYTEST) -m clusters -rs
 
 # An environment for each version is made in reports/torches and kept.
