@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from planaria.job.scenario_file import scenario_from_tables
+from planaria.observe.ledger import Category
 from planaria.simulator.economics.compare import ClusterScenario, JobOutcome, play
 from planaria.simulator.economics.planaria_system import PlanariaSystem
 from planaria.simulator.failures.occurrences import Occurrence, OccurrenceKind
@@ -99,9 +100,23 @@ def outcome(
     return play(replace(of, failures=Occurrences(*occurrences), setting=setting), system, 0)
 
 
+def check_wasted(result: JobOutcome) -> None:
+    """Asserts that all that was redone, and all that the job waited for layers, is in one tier, and
+    that iterations are undone, and jobs started again, by states that are older than live ones."""
+    tiers = result.wasted
+    for key, category in (("redo_s", Category.REDO), ("transfer_s", Category.TRANSFER)):
+        seconds = [of[key] for of in tiers.values()]
+        assert min(seconds) >= 0.0
+        assert sum(seconds) == pytest.approx(result.ledger[category])
+    num_older = sum(tiers[tier]["recoveries"] for tier in ("memory", "disk", "start"))
+    assert num_older or not (result.num_redone or result.num_restarts)
+
+
 def conserve_seconds_and_samples(of: ClusterScenario, result: JobOutcome) -> None:
-    """Asserts that the ledger sums to the wall time, that no sample counts twice, and that the job
-    is no faster than its devices compute without bubbles. It may be faster than its first plan."""
+    """Asserts that the ledger sums to the wall time and wasted time to its part of the ledger, that
+    no sample counts twice, and that the job is no faster than its devices compute without bubbles.
+    It may be faster than its first plan."""
+    check_wasted(result)
     parts = dict(result.ledger)
     assert parts.pop("wall") == pytest.approx(of.horizon_s)
     assert sum(parts.values()) == pytest.approx(of.horizon_s)

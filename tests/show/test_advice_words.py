@@ -41,6 +41,7 @@ def outcome(samples: int) -> JobOutcome:
         num_restarts=0,
         node_hours=4.0,
         ledger={},
+        wasted={},
         curve=(),
         lost_at_s=(),
     )

@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from helpers.simulated_clusters import small
-from planaria.observe.ledger import Category
-from planaria.show.simulations import _mean_text, simulation_table, sweep_table
+from planaria.observe.ledger import Category, Ledger
+from planaria.observe.recoveries import SourceTier
+from planaria.show.simulations import _mean_text, simulation_json, simulation_table, sweep_table
 from planaria.simulator.economics.compare import JobOutcome, Outcomes
 
 
@@ -24,6 +25,7 @@ def outcome_with(*, seed: int) -> JobOutcome:
         num_restarts=27,
         node_hours=1_529.2,
         ledger=ledger | {"wall": sum(ledger.values())},
+        wasted=Ledger(0.0, 0.0).wasted_parts(),
         curve=((0.0, 0),),
         lost_at_s=(),
     )
@@ -98,3 +100,31 @@ def test_a_sweep_of_many_systems_is_whole_at_80_columns() -> None:
     assert all(f"{name}," in text for name in systems)
     assert text.count("failures.per_node_hour=0.01") > 1
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_wasted_time_is_told_by_tier() -> None:
+    """A system has columns for the tiers that it recovers from, means over seeds, and a dash where
+    another one recovers from a tier and it does not."""
+    wasted = Ledger(0.0, 0.0).recover(SourceTier.MEMORY)
+    wasted = wasted.spend(Category.TRANSFER, 1_500.0).spend(Category.REDO, 4_000.0)
+    runs = [replace(run, wasted=wasted.wasted_parts()) for run in OUTCOMES["planaria"]]
+    outcomes = {"planaria": OUTCOMES["planaria"], "gemini": runs}
+    text = text_of(simulation_table(small(), outcomes), width=400)
+    table = text[text.index("Wasted time by") :]
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}
+
+    assert rows["gemini"] == ["1.0", "2,500.0", "1,500.0", "4,000.0"]
+    assert rows["planaria"] == ["-"] * 4
+    assert table.count("memory:") == 4
+    assert "disk" not in table
+    assert simulation_json(small(), outcomes)["systems"]["gemini"]["wasted"]["memory"] == {
+        "recoveries": 1.0,
+        "redo_s": 2_500.0,
+        "transfer_s": 1_500.0,
+        "wasted_s": 4_000.0,
+    }
+
+
+def test_without_recoveries_there_is_no_table_of_wasted_time() -> None:
+    """It would have no column."""
+    assert "Wasted time" not in text_of(simulation_table(small(), OUTCOMES), width=80)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isclose
 
+from planaria.observe.recoveries import Recoveries, SourceTier
+
 
 class Category(StrEnum):
     """What the job as a whole spent a second on.
@@ -53,25 +55,28 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Seconds by category; their sum is the wall time since `start_s`."""
+    """Seconds by category, whose sum is the wall time since `start_s`, and the recoveries to which
+    seconds of REDO and TRANSFER belong."""
 
     start_s: float
     now_s: float
     category: Category = Category.STARTUP
     seconds: dict[Category, float] = field(default_factory=dict)
+    recoveries: Recoveries = field(default_factory=Recoveries)
 
     def enter(self, category: Category, now_s: float) -> "Ledger":
         """The ledger with the time until now booked, and with a new category from now on."""
         assert now_s >= self.now_s, (now_s, self.now_s)
         seconds = self.seconds.get(self.category, 0.0) + now_s - self.now_s
         spent = self.seconds | {self.category: seconds}
-        return Ledger(self.start_s, now_s, category, spent)
+        return Ledger(self.start_s, now_s, category, spent, self.recoveries)
 
     def spend(self, category: Category, until_s: float) -> "Ledger":
         """The ledger with the time from its own until `until_s` booked in a category."""
         assert until_s >= self.now_s, (until_s, self.now_s)
         seconds = self.seconds.get(category, 0.0) + until_s - self.now_s
-        return Ledger(self.start_s, until_s, category, self.seconds | {category: seconds})
+        spent = self.seconds | {category: seconds}
+        return Ledger(self.start_s, until_s, category, spent, self.recoveries)
 
     def move(self, seconds: float, source: Category, target: Category) -> "Ledger":
         """The ledger with seconds moved from source to target, at most as many as source has."""
@@ -84,6 +89,28 @@ class Ledger:
             target: self.seconds.get(target, 0.0) + moved_s,
         }
         return replace(self, seconds=self.seconds | changed)
+
+    def recover(self, tier: SourceTier) -> "Ledger":
+        """The ledger with a recovery in progress, from a state that this tier keeps."""
+        return self._with_recoveries(self.recoveries.recover(tier))
+
+    def close_recovery(self) -> "Ledger":
+        """The ledger once training has gone on, or is over: what was redone and waited for since
+        the last recovery is that of this one."""
+        return self._with_recoveries(self._closed_recoveries())
+
+    def _with_recoveries(self, recoveries: Recoveries) -> "Ledger":
+        if recoveries is self.recoveries:
+            return self
+        return Ledger(self.start_s, self.now_s, self.category, self.seconds, recoveries)
+
+    def _closed_recoveries(self) -> Recoveries:
+        redo_s = self.seconds.get(Category.REDO, 0.0)
+        return self.recoveries.close(redo_s, self.seconds.get(Category.TRANSFER, 0.0))
+
+    def wasted_parts(self) -> dict[str, dict[str, float]]:
+        """The table `wasted` of the report, with a recovery in progress; see `Recoveries.parts`."""
+        return self._closed_recoveries().parts()
 
     def parts(self) -> dict[str, float]:
         """The ledger table of the report: seconds by category, and their sum as `wall`."""

@@ -12,6 +12,7 @@ from planaria.core.inject import Injection
 from planaria.core.messages import Raised
 from planaria.core.records import Candidate, Changed, Decided, Running
 from planaria.observe.metrics import EventRecord
+from planaria.observe.recoveries import SourceTier
 
 _STANDING_BY: Final = "standing by, in no plan so far"
 
@@ -88,6 +89,17 @@ def with_decision(open_event: OpenEvent, message: Decided) -> OpenEvent:
     return replace(
         open_event, event=event, noticed_s=message.noticed_s, detected_s=message.detected_s
     )
+
+
+def recovery_tier(message: Decided, num_committed: int) -> SourceTier:
+    """The tier that keeps the state with which the job goes on after a decision.
+
+    Args:
+        num_committed: number of iterations that were committed before it.
+    """
+    if tier := _tier(message):
+        return SourceTier(tier)
+    return SourceTier.START if message.iteration < num_committed else SourceTier.LIVE
 
 
 def finished_event(open_event: OpenEvent, message: Running) -> EventRecord:

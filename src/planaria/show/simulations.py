@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planaria.observe.ledger import Category
+from planaria.observe.recoveries import SourceTier
 from planaria.show.words import count_text, share_text
 from planaria.simulator.economics.compare import (
     PLANARIA,
@@ -22,6 +23,13 @@ from planaria.simulator.economics.compare import (
 )
 
 VERSION: Final = 1
+_WASTED_HEADING: Final = "Wasted time by the tier that kept the state of a recovery, in seconds:"
+_WASTED_COLUMNS: Final = {
+    "recoveries": "recoveries",
+    "redo_s": "redone",
+    "transfer_s": "waited",
+    "wasted_s": "wasted",
+}
 _NAME_LETTERS_MIN: Final = 12
 _UNBOUNDED: Final = 10_000  # Number of columns of a terminal that is wider than any table.
 
@@ -54,6 +62,7 @@ def _system_json(scenario: ClusterScenario, runs: Sequence[JobOutcome]) -> dict[
         "restarts": fmean(run.num_restarts for run in runs),
         "node_hours": fmean(run.node_hours for run in runs),
         "ledger": _mean_ledger(runs),
+        "wasted": _mean_wasted(runs),
         "cost": fmean(dollars),
         "cost_per_million_samples": _dollars_per_million(runs, dollars),
     }
@@ -65,6 +74,13 @@ def _interval_json(of: Interval) -> dict[str, float | None]:
 
 def _mean_ledger(runs: Sequence[JobOutcome]) -> dict[str, float]:
     return {name: fmean(run.ledger[name] for run in runs) for name in runs[0].ledger}
+
+
+def _mean_wasted(runs: Sequence[JobOutcome]) -> dict[str, dict[str, float]]:
+    return {
+        tier: {key: fmean(run.wasted[tier][key] for run in runs) for key in of}
+        for tier, of in runs[0].wasted.items()
+    }
 
 
 def _dollars_per_million(runs: Sequence[JobOutcome], dollars: Sequence[float]) -> float | None:
@@ -97,6 +113,8 @@ def simulation_table(scenario: ClusterScenario, outcomes: Outcomes) -> Group:
         Text("Share of the time:"),
         _ledger_table(outcomes),
     ]
+    if tiers := _tiers(outcomes):
+        parts += [Text(_WASTED_HEADING), _wasted_table(outcomes, tiers)]
     return Group(*parts)
 
 
@@ -162,6 +180,27 @@ def _ledger_table(outcomes: Outcomes) -> "_StackedTable":
         for category in spent
     }
     return _StackedTable("system", list(ledgers), columns)
+
+
+def _tiers(outcomes: Outcomes) -> list[SourceTier]:
+    """The tiers from which some job got the state of a recovery, or of nodes that came."""
+    wasted = [run.wasted for runs in outcomes.values() for run in runs]
+    return [tier for tier in SourceTier if any(any(of[tier].values()) for of in wasted)]
+
+
+def _wasted_table(outcomes: Outcomes, tiers: Sequence[SourceTier]) -> "_StackedTable":
+    """Means over seeds of what recoveries cost, by tier."""
+    wasted = {name: _mean_wasted(runs) for name, runs in outcomes.items()}
+    columns = {
+        f"{tier}:\n{heading}": [_number_cell(of[tier][key]) for of in wasted.values()]
+        for tier in tiers
+        for key, heading in _WASTED_COLUMNS.items()
+    }
+    return _StackedTable("system", list(wasted), columns)
+
+
+def _number_cell(number: float) -> str:
+    return f"{number:,.1f}" if number else "-"
 
 
 def share_cell(share: float) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from planaria.observe.ledger import Category, Ledger
+from planaria.observe.recoveries import SourceTier
 
 POINTS_MAX: Final = 2048  # Number of points of a curve; a screen shows no more.
 
@@ -38,7 +39,7 @@ class Account:
         batch: samples of an iteration.
 
     Attributes:
-        ledger: seconds so far by category.
+        ledger: seconds so far by category, and recoveries by tier.
         num_iterations: number of committed iterations that count.
         num_redone: number of iterations that were committed and then undone.
         num_failures: number of times that nodes were lost.
@@ -143,6 +144,30 @@ class Account:
             if not stretch.num_iterations:
                 self._stretches.pop()
         self._add_point()
+
+    def stop(self, now_s: float) -> None:
+        """Says that training stops; the iteration in flight is lost, and a recovery begins."""
+        self.close_recovery()
+        self.spend(Category.REDO, now_s)
+        self.recover(SourceTier.LIVE)
+
+    def start_again(self, saved: int) -> None:
+        """Says that a job that had ended is started again, from a save.
+
+        Args:
+            saved: number of iterations that the save is of; 0: the job begins from its start.
+        """
+        self.num_restarts += 1
+        self.recover(SourceTier.DISK if saved else SourceTier.START)
+        self.go_back(saved)
+
+    def recover(self, tier: SourceTier) -> None:
+        """Says that training, which has stopped, goes on with a state that this tier keeps."""
+        self.ledger = self.ledger.recover(tier)
+
+    def close_recovery(self) -> None:
+        """Says that training has gone on since the last recovery."""
+        self.ledger = self.ledger.close_recovery()
 
     def settle(self, iteration: int) -> None:
         """Says that the first `iteration` iterations are never undone, because they are saved."""

@@ -32,6 +32,7 @@ from typing import Final
 from planaria.core.plan import PipelineTemplate, plain_plan
 from planaria.estimator.makespan import stage_seconds
 from planaria.observe.ledger import Category
+from planaria.observe.recoveries import SourceTier
 from planaria.planner.reroute.reroutes import price_plan
 from planaria.planner.reroute.shadows import with_shadows
 from planaria.planner.times import pipelines_of
@@ -189,6 +190,7 @@ class _Redundant:
         left_s = job.iteration_left_s(now_s)
         if is_taken_over and self._times.iteration_s(self._taken_by_pipeline) < inf:
             job.pause(now_s)
+            job.recover(SourceTier.LIVE)
             self._train(job, now_s)
             again_s = (FALLBACK_SLOWDOWN - 1.0) * left_s
             job.go_on(now_s, detect, (Category.REDO, again_s))

@@ -25,6 +25,7 @@ from math import ceil
 from typing import Final
 
 from planaria.observe.ledger import Category
+from planaria.observe.recoveries import SourceTier
 from planaria.placement.placement import paper_placement
 from planaria.systems.modelled_job import (
     ModelledJob,
@@ -116,6 +117,7 @@ class _CopiesInMemory:
             job.go_back_to_save()
         else:
             job.account.go_back(copied)
+            job.recover(SourceTier.MEMORY)
         self._since = job.account.num_iterations
         job.wait(now_s, *self._detect_and_serialise)
         self._restart_if_full(job, now_s)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from planaria.core.plan import Plan
 from planaria.observe.ledger import Category
+from planaria.observe.recoveries import SourceTier
 from planaria.systems.account import Account
 from planaria.systems.save_times import Pending, saves_after
 from planaria.systems.system import Setting
@@ -262,6 +263,7 @@ class ModelledJob:
         self.saves.interrupt(now_s)
         self._at_commit = None
         self._stop(now_s, lost_s=lost_s)
+        self.recover(SourceTier.LIVE)
         if lost_s == inf:
             self._lose_in_flight()
 
@@ -294,10 +296,18 @@ class ModelledJob:
         before; only the newest such function is called."""
         self._at_commit = act
 
+    def recover(self, tier: SourceTier) -> None:
+        """Says that a job that has stopped goes on with a state that this tier keeps, or an older
+        one if it says so, too."""
+        if self._has_begun:
+            self.account.recover(tier)
+
     def end(self) -> None:
-        """Ends the job, which will be started again; what was kept of an iteration is lost."""
+        """Ends the job, which will be started again from its newest save, or from one that is being
+        written; what was kept of an iteration is lost."""
         self._phases.clear()
         self._lose_in_flight()
+        self.recover(SourceTier.DISK if self.saves.is_any else SourceTier.START)
         if not self._has_ended:
             self._has_ended = True
             self.account.num_restarts += 1
@@ -330,6 +340,7 @@ class ModelledJob:
     def _stop(self, now_s: float, *, lost_s: float) -> None:
         self.account.settle(self.saves.newest)
         if self.is_training:
+            self.account.close_recovery()
             kept_until_s = max(self.account.now_s, now_s - lost_s)
             done_s = self._iteration_s - (self._next_commit_s - kept_until_s)
             self._left = 1.0 - max(0.0, done_s) / self._iteration_s

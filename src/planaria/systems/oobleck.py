@@ -93,15 +93,16 @@ class _Reconfiguration:
 
     def _stop(self, job: ModelledJob, now_s: float) -> None:
         """Saves what is not saved, and exits."""
-        job.end()
         save_s = job.saves.write_s if job.account.num_iterations > job.saves.newest else 0.0
         job.saves.begin(job.account.num_iterations, now_s, write_s=save_s)
+        job.end()
         job.wait(now_s, (Category.CHECKPOINT_STALL, save_s))
 
     def _restart(self, job: ModelledJob, now_s: float) -> None:
         """Starts the job anew from its newest save."""
         load_s = job.load_s(self._take_plan(job, now_s))
-        job.start_again(now_s, (Category.RESTART, self._setting.costs.restart_s + load_s))
+        restart = (Category.RESTART, self._setting.costs.restart_s)
+        job.start_again(now_s, restart, (Category.TRANSFER, load_s))
 
     def _reconfigure(self, job: ModelledJob, now_s: float, *phases: Phase) -> None:
         """Forms the pipelines anew and copies layers."""

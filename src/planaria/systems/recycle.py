@@ -140,9 +140,9 @@ class _Rerouting:
             present_s = self._times.iteration_s(self._num_lost)
             if self._times_for(larger).without_losses_s < present_s * (1.0 - _GAIN_MIN):
                 job.interrupt(now_s)
-                job.end()
                 # Until it is complete, the nodes have in memory what is saved.
                 job.saves.begin(job.account.num_iterations, now_s, write_s=0.0)
+                job.end()
                 self._start_anew(job, now_s, (Category.CHECKPOINT_STALL, job.saves.write_s))
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:

@@ -114,8 +114,8 @@ class _Rendezvous:
         load_s = job.load_s(self._setting.node_bytes([grid.template]))
         is_complete = len(self._in_job) == (self._fixed or self._setting.num_nodes)
         last_call_s = 0.0 if is_complete else LAST_CALL_S
-        restart_s = last_call_s + self._setting.costs.restart_s + load_s
-        job.go_on(now_s, *phases, (Category.RESTART, restart_s))
+        restart = (Category.RESTART, last_call_s + self._setting.costs.restart_s)
+        job.go_on(now_s, *phases, restart, (Category.TRANSFER, load_s))
 
     def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
         """Has the job train by the grid for the nodes that are there; None if there is none."""

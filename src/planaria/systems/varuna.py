@@ -132,7 +132,8 @@ class _Morphing:
             job.wait(now_s, *phases)
             return
         load_s = job.load_s(self._setting.node_bytes([grid.template]))
-        job.go_on(now_s, *phases, (Category.RESTART, self._setting.costs.restart_s + load_s))
+        restart = (Category.RESTART, self._setting.costs.restart_s)
+        job.go_on(now_s, *phases, restart, (Category.TRANSFER, load_s))
 
     def _take_grid(self, job: ModelledJob, now_s: float) -> EqualPipelines | None:
         """Has the job train by the fastest grid of the nodes that are there; None if there is

@@ -58,6 +58,7 @@ class JobOutcome:
         num_restarts: number of times that the job ended and was started again.
         node_hours: hours of all nodes that were there.
         ledger: seconds by category, and their sum as `wall`.
+        wasted: number and seconds of recoveries, by tier (observe/recoveries.py).
         curve: samples that count, as points (time, samples).
         lost_at_s: times at which nodes were lost, at most as many as a picture shows.
     """
@@ -70,6 +71,7 @@ class JobOutcome:
     num_restarts: int
     node_hours: float
     ledger: Mapping[str, float]
+    wasted: Mapping[str, Mapping[str, float]]
     curve: tuple[tuple[float, int], ...]
     lost_at_s: tuple[float, ...]
 
@@ -134,6 +136,7 @@ def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
         num_restarts=account.num_restarts,
         node_hours=node_s / _S_PER_HOUR,
         ledger=account.ledger.parts(),
+        wasted=account.ledger.wasted_parts(),
         curve=account.curve,
         lost_at_s=tuple(lost_at_s),
     )

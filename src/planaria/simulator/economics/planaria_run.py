@@ -65,6 +65,7 @@ from planaria.core.records import (
     ToLauncher,
 )
 from planaria.observe.ledger import Category
+from planaria.observe.open_events import recovery_tier
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import PricedPlan, expected_times
 from planaria.policies.building import transfer_s
@@ -228,7 +229,7 @@ class PlanariaRun:
         """Training, if there is any, stops until a time; the iteration in flight is lost."""
         self.run_until(now_s)
         if self._is_training:
-            self.account.spend(Category.REDO, now_s)
+            self.account.stop(now_s)
             self.account.spend(Category.RESTART, until_s)
             self._next_commit_s = until_s + self._iteration_s
 
@@ -353,7 +354,7 @@ class PlanariaRun:
         """Stops training; the iteration in flight is lost."""
         if self._is_training:
             self._tell_saved(self._saves.complete_by(now_s), now_s)
-            self.account.spend(Category.REDO, now_s)
+            self.account.stop(now_s)
         self._saves.interrupt()
         self._is_training, self._category = False, Category.DETECT
 
@@ -492,14 +493,13 @@ class PlanariaRun:
         if order.source and not order.vector:
             move_s += self._saves.load_s(order.plan)
         connected_s = now_s + self._costs.regroup_s
-        if self._is_recovering:
-            self._post(connected_s, partial(self._enter, Category.TRANSFER, order.epoch))
+        self._post(connected_s, partial(self._enter_transfer, order.epoch))
         self._post_first_save(order, order.iteration, connected_s + move_s)
         self._post_ready(connected_s + move_s, self._costs.regroup_s, move_s)
 
-    def _enter(self, category: Category, epoch: int, _now_s: float) -> None:
-        if epoch == self._state.epoch and self._category is Category.REGROUP:
-            self._category = category
+    def _enter_transfer(self, epoch: int, _now_s: float) -> None:
+        if epoch == self._state.epoch and self._category in (Category.REGROUP, Category.RESTART):
+            self._category = Category.TRANSFER
 
     def _post_ready(self, at_s: float, regroup_s: float, move_s: float) -> None:
         epoch = self._state.epoch
@@ -526,6 +526,7 @@ class PlanariaRun:
                 self._is_recovering, self._category = True, Category.DETECT
             case Decided(iteration=iteration):
                 self._category = Category.DECIDE
+                self.account.recover(recovery_tier(message, self.account.num_iterations))
                 if iteration < self.account.num_iterations:
                     self.account.go_back(iteration)
             case Starting() if self._is_recovering:
@@ -592,7 +593,6 @@ class PlanariaRun:
     def _restart(self, now_s: float) -> None:
         self._is_restarting = False
         saved, source = self._saves.newest
-        self.account.num_restarts += 1
-        self.account.go_back(saved)
+        self.account.start_again(saved)
         rules = replace(self._rules, first_iteration=saved, source=source)
         self._begin(rules, now_s, takes_s=0.0, category=Category.RESTART)
