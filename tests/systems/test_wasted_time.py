@@ -5,7 +5,7 @@ from typing import Final
 
 import pytest
 
-from helpers.simulated_clusters import BACK, LOST, PLANARIA, outcome
+from helpers.simulated_clusters import BACK, LOST, PLANARIA, outcome, small
 from helpers.system_runs import two_deep
 from planaria.simulator.failures.occurrences import Occurrence
 from planaria.systems.bamboo import Bamboo
@@ -83,6 +83,22 @@ def test_gemini_without_a_whole_group_wastes_what_is_not_saved() -> None:
     assert result.wasted["start"]["recoveries"] == 1.0
     assert result.wasted["start"]["redo_s"] == pytest.approx(1000.0)
     assert result.wasted["memory"]["recoveries"] == 0.0
+
+
+def test_planaria_wastes_less_with_copies_in_memory_than_with_saves() -> None:
+    """Both nodes that hold a layer are lost, and other nodes have copies of it, or none has."""
+    keys = {"resilience.policy": "reinstantiate", "checkpoint.persist_every": 50}
+    holders = small(**keys).setting.catalog.plans[6].holders(0)
+    wasted = {}
+    for tier, copies in (("memory", 2), ("disk", 0)):
+        of = small(**keys, **{"checkpoint.copies": copies})
+        result = outcome(of, Occurrence(1000.0, LOST, holders), Occurrence(1500.0, BACK, holders))
+        assert result.wasted[tier]["recoveries"] == 1.0
+        assert result.wasted["live"]["recoveries"] == 0.0
+        assert result.wasted[tier]["redo_s"] == pytest.approx(result.ledger["redo"])
+        wasted[tier] = result.wasted[tier]["wasted_s"]
+
+    assert 0.0 < wasted["memory"] < 0.3 * wasted["disk"]
 
 
 @pytest.mark.parametrize("system", [PLANARIA, Oobleck(), Restart(), Varuna()], ids=named)

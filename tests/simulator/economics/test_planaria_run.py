@@ -220,17 +220,35 @@ def test_survivors_that_go_back_to_a_save_start_nothing_anew() -> None:
 
 
 def test_copies_in_memory_save_what_the_disk_would_lose() -> None:
-    """Two nodes that hold a layer are lost at once; other nodes have copies of it."""
-    losses = (Occurrence(1800.0, LOST, (0, 2)),)
+    """All nodes that hold a layer are lost at once, and another has a copy of it: that of the
+    iteration before the last one, since the last one's was under way."""
     keys = {"resilience.failures_tolerated": 1, "checkpoint.persist_every": 1000}
-    without = outcome(small(**keys), *losses)
+    losses = (Occurrence(1800.0, LOST, small(**keys).setting.catalog.plans[6].holders(0)),)
     redone = [
-        outcome(small(**keys, **{"checkpoint.copies": 3}), *losses).num_redone,
-        without.num_redone,
+        outcome(small(**keys, **{"checkpoint.copies": copies}), *losses).num_redone
+        for copies in (2, 0)
     ]
 
-    assert redone[0] <= redone[1]
-    assert redone[0] < 100
+    assert redone[0] == 1
+    assert redone[1] > 100
+
+
+def test_copies_are_those_of_the_epoch_in_which_they_were_begun() -> None:
+    """An epoch that has not trained has made none, however many iterations there were before. Else
+    nodes would keep states that they never got."""
+    run = PlanariaSystem().begin(small(**{"checkpoint.copies": 2}).setting)
+    labels = []
+    for number, at_s in enumerate((1000.0, 1001.0, 1500.0), start=1):
+        run.lose((number,), at_s)
+        run.run_until(at_s + 1.0)
+        labels.append([version.label for version in run._nodes.versions])
+        num_committed = run.account.num_iterations
+
+    assert labels[0] == labels[1]
+    assert [label.epoch for label in labels[0]] == [0]
+    assert labels[2][0] == labels[0][0]
+    assert labels[2][1].epoch > labels[0][0].epoch
+    assert labels[2][1].age == num_committed - 1
 
 
 def test_a_slow_node_gets_less_work_for_as_long_as_it_is_slow() -> None:

@@ -40,7 +40,7 @@ from planaria.coordinator.learning.slowness import WINDOW, work_s_by_rank
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step_together
-from planaria.core.copies import Label
+from planaria.core.copies import Label, LayerCopy
 from planaria.core.findings import Findings
 from planaria.core.messages import (
     AT_COMMIT,
@@ -150,7 +150,8 @@ class PlanariaRun:
         self._next_commit_s, self._iteration_s = inf, 0.0
         self._shares: dict[Category, float] = {}
         self._stride = 1
-        self._copies_age = rules.first_iteration
+        # The first version of copies of this epoch, and the copies; none before it trains.
+        self._first_version, self._copies = Label(0, epoch, 0), tuple[LayerCopy, ...]()
         self._nodes = VirtualNodes(rules.layout, devices_per_node=self._per_node)
         for machine in sorted(self.machines.started):
             self._nodes.add(machine)
@@ -326,6 +327,7 @@ class PlanariaRun:
             self._category = Category.CHECKPOINT_STALL
             self._post_last_save(self._state.epoch, last + 1, end_s)
         elif self._state.epoch != state.epoch and self._state.phase is Phase.TRAINING:
+            self._complete_copies()
             self._is_training, self._category = False, Category.REGROUP
             self._post_first_save(self._order, last + 1, end_s)
             self._post_ready(end_s + self._costs.switch_s, self._costs.switch_s, 0.0)
@@ -355,6 +357,7 @@ class PlanariaRun:
         if self._is_training:
             self._tell_saved(self._saves.complete_by(now_s), now_s)
             self.account.stop(now_s)
+            self._complete_copies()
         self._saves.interrupt()
         self._is_training, self._category = False, Category.DETECT
 
@@ -479,7 +482,6 @@ class PlanariaRun:
         state = self._state
         if epoch != state.epoch or self._has_ended:
             return
-        self._complete_copies()
         commits = state.commits
         ranks = self._nodes.live_ranks(state.nodes)
         answers = self._nodes.answers(
@@ -508,9 +510,10 @@ class PlanariaRun:
             state = self._state
             if epoch != state.epoch or self._has_ended:
                 return
-            self._complete_copies()
-            self._nodes.hold(state.plan, since=state.commits.origin.epoch)
-            self._copies_age = state.commits.next_iteration
+            since = state.commits.origin.epoch
+            self._nodes.hold(state.plan, since=since)
+            self._first_version = Label(since, epoch, state.commits.next_iteration)
+            self._copies = self._order.copies if self._order is not None else ()
             ranks = self._nodes.live_ranks_of(state.plan.all_ranks)
             ready = self._nodes.ready(ranks, epoch=epoch, regroup_s=regroup_s, transfer_s=move_s)
             self._deliver(ready, now_s)
@@ -538,20 +541,16 @@ class PlanariaRun:
                 self._next_commit_s = inf  # Another loss may follow at once.
 
     def _complete_copies(self) -> None:
-        """Completes the newest version of the copies in memory that had the time for it.
+        """Completes the newest version of the copies in memory that had the time for it, because
+        the epoch ends.
 
         A version begins when the one before is complete.
         """
-        order, every = self._order, self._rules.version_iterations
-        if order is None or order.epoch != self._state.epoch or not self._nodes.held:
-            return
-        if not self._rules.job.checkpoint.copies:
-            return
-        num_complete = (self._state.commits.next_iteration - self._copies_age) // every
-        if num_complete:
-            age = self._copies_age + (num_complete - 1) * every
-            since = self._state.commits.origin.epoch
-            self._nodes.keep(Label(since, order.epoch, age), order.copies)
+        first, every = self._first_version, self._rules.version_iterations
+        num_complete = (self._state.commits.next_iteration - first.age) // every
+        if num_complete and self._copies:
+            age = first.age + (num_complete - 1) * every
+            self._nodes.keep(first._replace(age=age), self._copies)
 
     # -- saves, and the end -----------------------------------------------------------------------
 
