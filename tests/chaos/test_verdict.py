@@ -85,6 +85,9 @@ MISTAKES = {
     ),
     "the ledger's parts are 2.5 s": report(ledger={"useful": 2.5, "wall": 3.0}),
     "negative seconds in the ledger: redo": report(ledger={"useful": 4.0, "redo": -1.0, "wall": 3}),
+    "0.5 s are wasted by tier, and 1.0 s": report(
+        ledger={"useful": 2.0, "redo": 1.0, "wall": 3.0}, wasted={"live": {"wasted_s": 0.5}}
+    ),
     "phases of 0.5 s, downtime of 1.0 s": report(
         events=(event("kill", 1, answer="simple", detect_s=0.5, downtime_s=1.0),)
     ),

@@ -99,6 +99,10 @@ def test_all_live_holders_of_a_layer_are_lost(
     event = only_recovery(result)
     assert event.source_tier == "memory"
     assert event.redone_samples <= 2 * job.training.global_batch_size
+    wasted, ledger = result.report.wasted["memory"], result.report.ledger
+    assert wasted["recoveries"] == 1.0
+    assert wasted["redo_s"] == pytest.approx(ledger["redo"])
+    assert wasted["transfer_s"] == pytest.approx(ledger["transfer"])
 
 
 @pytest.mark.long

@@ -107,6 +107,10 @@ def _wrong_sums(report: Report) -> Iterator[str]:
     negative = [name for name, seconds in report.ledger.items() if seconds < 0]
     if negative:
         yield f"negative seconds in the ledger: {', '.join(negative)}"
+    wasted_s = sum(tier["wasted_s"] for tier in report.wasted.values())
+    lost_s = report.ledger.get("redo", 0.0) + report.ledger.get("transfer", 0.0)
+    if report.wasted and abs(wasted_s - lost_s) > _LEDGER_TOLERANCE_S:
+        yield f"{wasted_s} s are wasted by tier, and {lost_s} s of redo and transfer in the ledger"
     for event in report.events:
         phases_s = event.detect_s + event.decide_s + event.regroup_s + event.transfer_s
         is_recovery = event.answer and event.redone_samples >= 0 and event.detect_s

@@ -60,6 +60,7 @@ def report_of(
     config = planned.config
     now_s = time.monotonic()
     has_bytes = _tells_bytes(planned)
+    ledger = recorder.ledger.enter(recorder.ledger.category, now_s)
     records = [
         epoch_records(planned.problem, epoch, measured, has_bytes=has_bytes)
         for epoch, measured in recorder.measurements.epochs.items()
@@ -77,7 +78,8 @@ def report_of(
         checkpoints=observer.checkpoints(
             every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
         ),
-        ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
+        ledger=ledger.parts(),
+        wasted=ledger.wasted_parts(),
         final=final_record(planned, tier, recorder.iterations, observer, ended),
         plan=msgspec.to_builtins(planned.plan),
         plans={

@@ -285,6 +285,12 @@ class Report:
             a recovery between them, and has `idle_used_s` and `idle_left_s`: seconds of an
             iteration's idle network that copies used and left.
         ledger: seconds by category, and their sum as `wall` (docs/GLOSSARY.md).
+        wasted: tables "live", "memory", "disk" and "start", by the tier that kept the state with
+            which recoveries went on, in "start" none: `recoveries`, their number; `redo_s`, the
+            seconds that were computed again; `transfer_s`, those for which the job waited for
+            layers; and `wasted_s`, the sum of both. They add up to `redo` and `transfer` of the
+            ledger. A recovery that another loss broke off is one with the next. Empty in older
+            reports.
         final: end of the job.
         plan: plan that the job began with.
         plans: plans that decisions made or left, by epoch. Of a change in several switches, the
@@ -312,6 +318,7 @@ class Report:
     profile: dict[str, Any] = field(default_factory=dict)
     processors: int = 0
     first_iteration: int = 0
+    wasted: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluations: tuple[EvaluationRecord, ...] = ()
     actions: tuple[ActionRecord, ...] = ()
     memory: tuple[MemoryRecord, ...] = ()

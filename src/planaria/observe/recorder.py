@@ -38,6 +38,7 @@ from planaria.observe.open_events import (
     finished_event,
     injected_event,
     is_answered_by,
+    recovery_tier,
     with_decision,
     with_error,
 )
@@ -174,12 +175,11 @@ class Recorder:
             between_s = message.now_s - told_s
             self._move(min(between_s, message.transfer_s), Category.REGROUP, Category.TRANSFER)
         self._events += over
-        self._open_events = [
-            open_event for open_event in self._open_events if not open_event.is_noticed
-        ]
+        self._open_events = [e for e in self._open_events if not e.is_noticed]
         self._enter(Category.USEFUL, message.now_s)
         self._committed_s = message.now_s
         if noticed:
+            self.ledger = self.ledger.close_recovery()
             self.copy_measurements.on_recovered()
         if noticed or self._in_flight.began_s == inf:  # Else a switch, in mid-iteration.
             self._in_flight = _IterationInFlight(began_s=message.now_s)
@@ -315,6 +315,8 @@ class Recorder:
 
     def on_recovering(self, message: Recovering) -> None:
         """Records that the coordinator noticed a loss; the newest fault that fits has made it."""
+        if not self._noticed_events():  # What was done again before is of no recovery.
+            self.ledger = self.ledger.close_recovery()
         for index, open_event in reversed(tuple(enumerate(self._open_events))):
             if open_event.event.kind in ("slow", "join"):  # These lose no node.
                 continue
@@ -386,6 +388,7 @@ class Recorder:
         message = msgspec.structs.replace(message, inputs=self._inputs(message.inputs))
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self._shared_plan(message.plan)
+        self.ledger = self.ledger.recover(recovery_tier(message, self.next_iteration))
         self._undo(message.iteration)
         self._in_flight = self._in_flight.with_answers(
             message.detected_s, is_redone=message.redone_samples > 0
@@ -453,11 +456,7 @@ class Recorder:
 
     def _matching_event(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
         """(order, event) of the injection that caused a change, or of a new event."""
-        matching = [
-            open_event
-            for open_event in self._open_events
-            if is_answered_by(open_event, kind, nodes)
-        ]
+        matching = [e for e in self._open_events if is_answered_by(e, kind, nodes)]
         # One change may answer two joins.
         for open_event in matching if kind == "join" else matching[:1]:
             self._open_events.remove(open_event)
@@ -481,9 +480,7 @@ class Recorder:
         if self._noticed_events():
             self._book_wasted()
             self._enter(Category.REGROUP, message.now_s)
-            self._open_events = [
-                replace(open_event, told_s=message.now_s) for open_event in self._open_events
-            ]
+            self._open_events = [replace(e, told_s=message.now_s) for e in self._open_events]
 
     def on_coordinator_restart(self, *, lost_s: float, now_s: float) -> None:
         """Records a lost coordinator that runs again; only training goes on without one."""

@@ -78,6 +78,8 @@ class Recoveries:
         Args:
             redo_s, transfer_s: seconds of the ledger so far.
         """
+        # Sums of the ledger are rounded, so what did not grow may have shrunk.
+        redo_s, transfer_s = max(redo_s, self.redo_s), max(transfer_s, self.transfer_s)
         if self.tier is None and (redo_s, transfer_s) == (self.redo_s, self.transfer_s):
             return self
         tier = self.tier or SourceTier.LIVE

@@ -266,5 +266,10 @@ class Recording:
         wall_s = parts.pop("wall")
         if abs(sum(parts.values()) - wall_s) > _TOLERANCE_S or wall_s < now_s:
             yield f"the ledger's parts {parts} do not sum to {wall_s} s of {now_s} s"
+        wasted = ledger.wasted_parts().values()
+        for key, category in (("redo_s", Category.REDO), ("transfer_s", Category.TRANSFER)):
+            seconds, spent_s = [of[key] for of in wasted], parts[category]
+            if abs(sum(seconds) - spent_s) > _TOLERANCE_S or min(seconds) < 0.0:
+                yield f"wasted time of {seconds} s by tier, {spent_s} s of {category} in the ledger"
         if negative := [name for name, seconds in parts.items() if seconds < 0.0]:
             yield f"negative seconds in the ledger: {negative}"
