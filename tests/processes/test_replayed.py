@@ -78,6 +78,9 @@ def test_without_inputs_goodput_and_differences_are_compared(report: Path) -> No
         "low": None,
         "high": None,
     }
+    for run in (real, simulated):
+        assert run["wasted"]["live"]["recoveries"] == 2.0
+        assert run["wasted"]["live"]["redo_s"] == pytest.approx(run["ledger"]["redo"])
     lost = [one for one in content["decisions"] if one["event"].startswith("kill")]
     assert all(decision["replayed"] for decision in lost)
 

@@ -192,6 +192,7 @@ def real_json(run: RecordedRun) -> dict[str, Any]:
         "goodput_samples_per_s": run.samples / run.trained_until_s,
         "trained_samples_per_s": run.samples / training_s,
         "ledger": dict(run.ledger),
+        "wasted": {tier: dict(of) for tier, of in run.wasted.items()},
     }
 
 
@@ -208,6 +209,7 @@ def _simulated_json(run: RecordedRun, simulated: ReplayedRun) -> dict[str, Any]:
         "redone_iterations": simulated.num_redone,
         "restarts": simulated.num_restarts,
         "ledger": dict(simulated.ledger),
+        "wasted": {tier: dict(of) for tier, of in simulated.wasted.items()},
     }
 
 

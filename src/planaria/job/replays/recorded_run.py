@@ -61,6 +61,7 @@ class RecordedRun:
         events: events in the order in which they happened.
         saves: seconds of saves, the table "disk" of the report's `checkpoints`.
         ledger: seconds by category.
+        wasted: number and seconds of recoveries, by tier; empty in older reports.
         evaluated_s: seconds of evaluations, by the number of iterations before them.
     """
 
@@ -71,6 +72,7 @@ class RecordedRun:
     events: tuple[EventRecord, ...]
     saves: Mapping[str, float]
     ledger: Mapping[str, float]
+    wasted: Mapping[str, Mapping[str, float]]
     first_iteration: int
     evaluated_s: Mapping[int, float]
 
@@ -193,6 +195,7 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
         events=events,
         saves=_saves(report),
         ledger=ledger,
+        wasted=_value(report.get("wasted", {}), dict[str, dict[str, float]]),
         first_iteration=_value(report["first_iteration"], int),
         evaluated_s={
             evaluation.iteration: evaluation.seconds

@@ -57,6 +57,7 @@ class ReplayedRun:
         wall_s: seconds until the last commit, from the start of the job.
         startup_s: seconds of these until it trained.
         ledger: seconds by category, and their sum as `wall`.
+        wasted: number and seconds of recoveries, by tier.
         left_out: events of the recorded run that could not be simulated.
         stood_for: events for which training stood still for as long as in the run.
     """
@@ -68,6 +69,7 @@ class ReplayedRun:
     num_redone: int
     num_restarts: int
     ledger: Mapping[str, float]
+    wasted: Mapping[str, Mapping[str, float]]
     decisions: tuple[SimulatedDecision, ...]
     left_out: tuple[EventRecord, ...]
     stood_for: tuple[EventRecord, ...]
@@ -115,6 +117,7 @@ def simulated_run(run: RecordedRun, costs: RecoveryCosts, *, policy: PolicyName)
         num_redone=account.num_redone,
         num_restarts=account.num_restarts,
         ledger=account.ledger.parts(),
+        wasted=account.ledger.wasted_parts(),
         decisions=tuple(decisions),
         left_out=tuple(happenings.left_out),
         stood_for=tuple(happenings.stood_for),
