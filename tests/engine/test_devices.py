@@ -3,8 +3,9 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -284,6 +285,42 @@ def test_messages_wait_for_no_copy_of_the_state(second: tuple[Accelerator, FakeM
     assert targets.tolist() == [0, 1]
     state.wait()
     assert targets.tolist() == [1, 1]
+
+
+class PlacedTensor:
+    """A tensor of a device, of which no more is known than the streams that keep its memory."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.device = place
+        self.streams: list[str] = []
+
+    def copy_(self, _: object, *, non_blocking: bool) -> None:
+        assert non_blocking
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.streams.append(stream.name)
+
+
+def _untyped(part: object) -> list[Any]:
+    return [part]
+
+
+def test_memory_is_kept_until_the_streams_that_use_it_have_done_so(
+    second: tuple[Accelerator, FakeModule],
+) -> None:
+    """Torch gives memory that is dropped away at once, to whatever its own stream computes next."""
+    device, _ = second
+    host, leaving, arriving, adopted = (
+        PlacedTensor(place) for place in (torch.device("cpu"), *[device.place] * 3)
+    )
+    device.copy(_untyped((host, leaving)), CopyLane.LEAVING)
+    device.copy(_untyped((arriving, host)), CopyLane.ARRIVING)
+    for purpose in (nullcontext(), device.beside("sum")):
+        with purpose:
+            device.adopt(*_untyped(adopted))
+
+    assert not host.streams
+    assert (leaving.streams, arriving.streams, adopted.streams) == (["a"], ["b"], ["", "c"])
 
 
 def test_what_a_device_is_brought_waits_for_nothing_that_it_computes(

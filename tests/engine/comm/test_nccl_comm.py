@@ -162,6 +162,21 @@ def test_no_group_of_nccl_waits_for_the_abort_of_another(
     ]
 
 
+def test_what_has_arrived_is_kept_until_the_stream_that_computes_has_used_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory is of the stream that has received it, which may be given it again."""
+    adopted: list[torch.Tensor] = []
+    with formed(Fabric()) as (left, right):
+        monkeypatch.setattr(right._device, "adopt", adopted.append)
+        left.send(1, tag(0), torch.arange(3.0), virtual_bytes=0)
+        arrived = right.receive(0, tag(0))
+
+    (taken,) = adopted
+    assert taken is arrived
+    assert arrived.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_the_results_of_a_sum_that_was_aborted_are_refused() -> None:
     """An abort of NCCL lets kernels end as if all were well."""
     fabric = Fabric()
