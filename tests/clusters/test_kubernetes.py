@@ -78,7 +78,7 @@ def test_the_job_outlives_the_loss_of_machines_and_a_drain(
         wait_line(cluster, r"^joined: node 4")
         cluster.restore_machine(lost)
         cluster.drain(3)
-        wait_line(cluster, r"^preempted: node \d")
+        wait_line(cluster, r"^preempted: node \d+: .* moved while training went on")
         cluster.wait_for(
             lambda: [code for pod, code in cluster.ended if pod.index == 3] == [EXIT_LEFT],
             what="the pod ends",

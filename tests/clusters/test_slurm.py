@@ -169,6 +169,7 @@ def test_a_machine_that_is_drained_is_left_in_peace(
     cluster.run("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
     node = job.wait_log(rf"^node (\d+) starts on {name} ")[1]
     job.wait_log(rf"^node {node} leaves the job$")
+    job.wait_log(r"^preempted: node \d+: .* moved while training went on")  # Nothing is redone.
     job.wait_log(rf"^node {node} has ended$")
     wait_for_other_machine(job, cluster)
 
