@@ -74,7 +74,8 @@ from planaria.store.store import Entry, Event
 _STILL_S: Final = 60.0  # Longest time between commits without a fault: that of a wait in vain.
 PATIENCE_S: Final = 75.0  # Time from the last fault to the job's end: such a wait, and a recovery.
 _COST_NOTHING: Final = {FaultKind.HEAD_CUT, FaultKind.JOIN, FaultKind.STOP, FaultKind.CLOCK}
-_HOLD_UP_HEAD: Final = (FaultKind.PAUSE, FaultKind.STUCK)
+# One that was replaced may go on and take over; the newer one then ends itself.
+_HOLD_UP_HEAD: Final = (FaultKind.PAUSE, FaultKind.STUCK, FaultKind.REPLACE)
 _LEAVES_S: Final = 4 * LEASE_S  # Longest time from an eviction to the end of a reachable node.
 
 
