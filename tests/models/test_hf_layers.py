@@ -31,7 +31,6 @@ from planaria.core.job import ModelConfig
 from planaria.engine.prepare import split_model
 from planaria.errors import ConfigError
 from planaria.models.hf_model import hf_config, meta_model
-from planaria.models.packing import pack
 
 # B microbatch, L sequence, D model
 
@@ -58,14 +57,6 @@ def test_nothing_is_drawn_for_a_model_without_memory(
     built, _ = meta_model(config, is_deterministic=True)
 
     assert all(parameter.is_meta for parameter in built.parameters())
-
-
-def test_a_dict_of_inputs_is_refused_with_a_way_out() -> None:
-    """Collators of transformers make one; there is no padding mask."""
-    inputs = pack({"input_ids": ids_of(), "attention_mask": torch.ones(2, LENGTH)}, "data")
-
-    with pytest.raises(ConfigError, match="takes one tensor, input_ids, and no padding mask"):
-        split_of(FAMILIES["llama"]).materialise(0)(inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -149,10 +149,14 @@ class Frame:
             self._visitor.visit = None
         return logits
 
-    def hidden_states(self, inputs: Tensor, visit: Visit) -> Tensor:
-        """The hidden states with which `visit` stops the model's forward (`ForwardStopped`)."""
+    def hidden_states(self, inputs: Mapping[str, Tensor], visit: Visit) -> Tensor:
+        """The hidden states with which `visit` stops the model's forward (`ForwardStopped`).
+
+        Args:
+            inputs: arguments of the forward, by name.
+        """
         try:
-            self.logits({self.inputs.name: inputs}, visit)
+            self.logits(inputs, visit)
         except ForwardStopped as stop:
             return stop.hidden_BLD
         raise refusal(self.model, "its forward does not use all of its blocks")
@@ -223,6 +227,15 @@ def ghost(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Ten
     tensor = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
     mark_initialised(tensor)
     return tensor
+
+
+def move_ghosts(model: nn.Module, device: torch.device) -> None:
+    """Takes all ghosts of a model to a device."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_ghost = isinstance(value, Tensor) and is_initialised(value)
+            if is_ghost and value.device != device:
+                setattr(module, name, ghost(value.shape, dtype=value.dtype, device=device))
 
 
 def mark_initialised(tensor: Tensor) -> None:
@@ -341,7 +354,7 @@ def _walk_blocks(
         frame.block_stubs[index].num_outputs = num_outputs[type(block)]  # type: ignore[assignment]
         return returned[-1]
 
-    first_BLD = frame.hidden_states(inputs, walk)
+    first_BLD = frame.hidden_states({frame.inputs.name: inputs}, walk)
     return first_BLD, tuple(num_outputs[type(block)] for block in blocks)
 
 

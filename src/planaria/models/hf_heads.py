@@ -9,7 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from planaria.models.hf_frame import Frame, Inputs, ghost, initialise, parameters_of, set_tensor
+from planaria.models.hf_frame import (
+    Frame,
+    Inputs,
+    ghost,
+    initialise,
+    move_ghosts,
+    parameters_of,
+    set_tensor,
+)
+from planaria.models.hf_masks import MASK, mask_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +34,35 @@ class HeadEntry:
     Attributes:
         place: device of the ghosts.
         inputs: function that returns the arguments of the model's forward for such hidden states.
+        takes_mask: whether the head gets the padding mask.
     """
 
     place: torch.device
     inputs: Callable[[Tensor], dict[str, Tensor]]
+    takes_mask: bool = False
 
-    def logits(self, frame: Frame, hidden_BLD: Tensor) -> Tensor:
-        """The logits for the last block's output."""
-        return frame.logits(self.inputs(hidden_BLD), lambda _index, _hidden, _call: hidden_BLD)
+    def logits(self, frame: Frame, hidden_BLD: Tensor, mask: str) -> Tensor:
+        """The logits for the last block's output.
+
+        Args:
+            mask: the padding mask as text, see hf_masks.py.
+        """
+        inputs = self.inputs(hidden_BLD)
+        if self.takes_mask:
+            device = hidden_BLD.device
+            move_ghosts(frame.model, device)
+            frame.model.to(device)  # Its buffers.
+            if mask:
+                inputs[MASK] = mask_of(mask, device)
+        return frame.logits(inputs, lambda _index, _hidden, _call: hidden_BLD)
 
 
 def _ids(hidden_BLD: Tensor) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(hidden_BLD.shape[:2], dtype=torch.int64)}
+
+
+def _ids_beside(hidden_BLD: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": hidden_BLD.new_zeros(hidden_BLD.shape[:2], dtype=torch.int64)}
 
 
 def _ids_with_positions(hidden_BLD: Tensor) -> dict[str, Tensor]:
@@ -63,6 +89,11 @@ _HEAD_ENTRIES = (
 )
 
 
+# For a head that reads the padding mask, as to take the mean of all tokens. The model's forward
+# reads it before the blocks, too, so all is on the device of the hidden states.
+MASKED_ENTRY = HeadEntry(torch.device("cpu"), _ids_beside, takes_mask=True)
+
+
 def _head_entries(inputs: Inputs) -> tuple[HeadEntry, ...]:
     if not inputs.image:
         return _HEAD_ENTRIES
@@ -86,7 +117,7 @@ def cheapest_entry(frame: Frame, names: Collection[str]) -> HeadEntry:
             set_tensor(probe.model, name, ghost(parameter.shape, dtype=torch.float32, device=place))
         try:
             hidden_BLD = torch.zeros(1, 2, probe.model.config.hidden_size)
-            if not entry.logits(probe, hidden_BLD).is_meta:
+            if not entry.logits(probe, hidden_BLD, "").is_meta:
                 return entry
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             logger.info("the head's entry %s fails: %s", entry.inputs, error)

@@ -5,8 +5,7 @@ that holds its own part of the model under the model's own names:
 
 - embedding: runs the model's forward until it reaches the first block;
 - block: is called directly, with the arguments (mask, positions, ...) that the model's forward
-  passes to it. They are noted once per shape of ids and dtype, and depend on nothing else, because
-  there is no padding mask; a model whose arguments depend on more is refused;
+  passes to it (`hf_arguments.py`), for a padding mask, too (`hf_masks.py`);
 - head: runs the model's forward with the layer's input in place of the last block's output.
 
 Weights are drawn by the model's own rules with a seed for each layer, or read from disk. A
@@ -30,7 +29,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from planaria.checkpoint.disk.outgoing import ADAPTERS
 from planaria.core.job import ModelConfig
@@ -41,6 +39,7 @@ from planaria.models.hf_adapters import (
     is_adapter,
     name_without_adapters,
 )
+from planaria.models.hf_arguments import BlockArguments
 from planaria.models.hf_frame import (
     BlockStub,
     Call,
@@ -56,7 +55,16 @@ from planaria.models.hf_frame import (
     refusal,
     set_tensor,
 )
-from planaria.models.hf_heads import HeadEntry, cheapest_entry
+from planaria.models.hf_heads import MASKED_ENTRY, HeadEntry, cheapest_entry
+from planaria.models.hf_masks import (
+    IDS,
+    MaskUse,
+    hidden_and_mask,
+    mask_use,
+    masked_inputs,
+    refuse_own_padding,
+    with_mask,
+)
 from planaria.models.hf_model import (
     config_values,
     float32_names,
@@ -77,112 +85,50 @@ from planaria.models.layers import (
     refuse_running_statistics,
     tied_groups,
 )
-from planaria.models.packing import describe, is_packed, unpack
+from planaria.models.packing import is_packed, unpack
 
 logger = logging.getLogger(__name__)
 
 # Dimensions in names: B microbatch, L sequence, D model
 
-# Arguments of blocks that are kept, for each length to which samples are padded: masks mostly.
-_ARGUMENTS_BYTES: Final = 1 << 27
-
 _ROUTER_LOSS: Final = "output_router_logits"  # Key of configs of transformers.
-
-
-class _BlockArguments:
-    """The arguments that the model's own forward passes to its blocks, by shape and dtype.
-
-    All layers of a process, and their copies, share one object.
-    """
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
-        self._shapes = {name: p.shape for name, p in parameters_of(frame.model).items()}
-        self._calls: dict[object, tuple[Call, ...]] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_BlockArguments":
-        return self
-
-    def call(self, block: int, hidden_BLD: Tensor) -> Call:
-        """The arguments of a block for hidden states of this shape, dtype and device."""
-        key = (hidden_BLD.shape[:2], hidden_BLD.dtype, hidden_BLD.device)
-        if key not in self._calls:
-            self._make_room()
-            # A forward that a backward runs again must not count the operations of this one, which
-            # runs in one of the two alone.
-            with _disable_current_modes():
-                inputs = self.frame.inputs.constant(key[0], 0, hidden_BLD)
-                self._calls[key] = self.record_calls(inputs, hidden_BLD.dtype)
-        return self._calls[key][block]
-
-    def _make_room(self) -> None:
-        """Forgets the oldest arguments while all together are large."""
-        while len(self._calls) > 1:
-            tensors = {
-                id(t): t for calls in self._calls.values() for c in calls for t in c.tensors()
-            }
-            if sum(tensor.nbytes for tensor in tensors.values()) < _ARGUMENTS_BYTES:
-                return
-            del self._calls[next(iter(self._calls))]
-
-    @torch.no_grad()
-    def record_calls(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Call, ...]:
-        """The arguments of all blocks for these inputs.
-
-        Raises:
-            ConfigError: the arguments depend on weights.
-        """
-        model = self.frame.model
-        for name, shape in self._shapes.items():
-            set_tensor(model, name, ghost(shape, dtype=dtype, device=inputs.device))
-        # Buffers (rotary frequencies) move to the device but stay in float32.
-        model.to(inputs.device)
-        calls: list[Call] = []
-
-        def note(index: int, hidden_BLD: Tensor, call: Call) -> Tensor:
-            calls.append(call)
-            if index == len(self.frame.block_stubs) - 1:
-                raise ForwardStopped(hidden_BLD)
-            return hidden_BLD
-
-        self.frame.hidden_states(inputs, note)
-        if any(bool(tensor.isnan().any()) for call in calls for tensor in call.tensors()):
-            raise refusal(model, "its blocks take more inputs than hidden states")
-        return tuple(calls)
 
 
 class _Embedding(nn.Module):
     """The layer that computes the first block's input from token ids or images."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, mask_problem: str) -> None:
         super().__init__()
         self._frame = frame
+        self._mask_problem = mask_problem
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the model's own forward is no code of a layer."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        model = self._frame.model
+        model, mask = self._frame.model, ""
+        arguments: Mapping[str, Tensor] = {self._frame.inputs.name: inputs}
         if is_packed(inputs):
-            remedy = (
-                f"a model of transformers takes one tensor, {self._frame.inputs.name}, and no "
-                "padding mask; return that alone as the inputs"
+            arguments, mask = masked_inputs(
+                unpack(inputs), problem=self._mask_problem, inputs=self._frame.inputs
             )
-            raise ConfigError("data", describe(unpack(inputs)), remedy)
         if model.training != self.training:
             model.train(self.training)
         # Buffers that are not part of the layer (rotary frequencies) move to its device, but keep
         # their dtype.
         if any(buffer.device != inputs.device for buffer in model.buffers()):
             model.to(inputs.device)
-        return boundary(self._frame.hidden_states(inputs, _leave), "embedding")
+        hidden_BLD = self._frame.hidden_states(arguments, _leave)
+        if mask:
+            refuse_own_padding(arguments[IDS].shape[1], hidden_BLD.shape[1])
+        return boundary(with_mask(hidden_BLD, mask), "embedding")
 
 
 class _Block(nn.Module):
     """The layer that runs one block, with the arguments that the model's forward passes to it."""
 
     def __init__(
-        self, index: int, path: str, arguments: _BlockArguments, routers: Routers | None
+        self, index: int, path: str, arguments: BlockArguments, routers: Routers | None
     ) -> None:
         super().__init__()
         self._index = index
@@ -196,16 +142,17 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._routers is None:
-            return self._run_block(x)
+            hidden_BLD, mask = hidden_and_mask(x)
+            return boundary(with_mask(self._run_block(hidden_BLD, mask), mask), self._path)
         hidden_BLD, sums = _take_apart(x, self._routers)
         with self._routers.note_logits(self.get_submodule(self._path)) as noted:
-            hidden_BLD = self._run_block(hidden_BLD)
+            hidden_BLD = self._run_block(hidden_BLD, "")
         for logits_TE in noted:
             sums = self._routers.add(sums, logits_TE)
         return boundary((hidden_BLD, *sums.parts()), self._path)
 
-    def _run_block(self, hidden_BLD: Tensor) -> Tensor:
-        call = self._arguments.call(self._index, hidden_BLD)
+    def _run_block(self, hidden_BLD: Tensor, mask: str) -> Tensor:
+        call = self._arguments.call(self._index, hidden_BLD, mask)
         output = call.output(self.get_submodule(self._path), hidden_BLD)
         hidden = output[0] if isinstance(output, tuple) else output
         return boundary(hidden, self._path)
@@ -236,9 +183,10 @@ class _Head(nn.Module):
         if self._frame.model.training != self.training:
             self._frame.model.train(self.training)
         if self._routers is None:
-            return boundary(self._entry.logits(self._frame, x), "head")
+            hidden_BLD, mask = hidden_and_mask(x)
+            return boundary(self._entry.logits(self._frame, hidden_BLD, mask), "head")
         hidden_BLD, sums = _take_apart(x, self._routers)
-        logits = self._entry.logits(self._frame, hidden_BLD)
+        logits = self._entry.logits(self._frame, hidden_BLD, "")
         return boundary((logits, self._routers.loss(sums)), "head")
 
 
@@ -255,6 +203,7 @@ class HfLayers:
             layer.
         aliases: all names of the same parameter, including this one, by name.
         head_entry: the way in which the head enters the model's forward.
+        mask_problem: see `MaskUse.problem`.
         tied: groups of uses of trained parameters.
         shared: groups of uses of all parameters, for their initial values.
         weights: the initial weights found on disk; may be empty.
@@ -269,8 +218,9 @@ class HfLayers:
     aliases: Mapping[str, tuple[str, ...]]
     tied: tuple[TiedGroup, ...]
     shared: tuple[TiedGroup, ...]
-    arguments: _BlockArguments
+    arguments: BlockArguments
     head_entry: HeadEntry
+    mask_problem: str
     weights: Weights
     routers: Routers | None
     seed: int
@@ -347,7 +297,7 @@ class HfLayers:
         """The layer's own modules under their full names, in a module that runs them."""
         module: nn.Module
         if layer == 0:
-            module = _Embedding(frame)
+            module = _Embedding(frame, self.mask_problem)
         elif layer <= len(self.blocks):
             module = _Block(layer - 1, self.layer_names[layer], self.arguments, self.routers)
         else:
@@ -384,6 +334,7 @@ def split_hf_model(
     for name, part in zip(layer_names, (skeleton, *blocks, skeleton), strict=True):
         refuse_running_statistics(name, part)
     own, arguments = _examine(frame, blocks, sequence_length=sequence_length)
+    use = _mask_use(arguments.frame, routers, sequence_length=sequence_length)
     aliases = _aliases(identities)
     leaves = _leaves_by_layer(frame, own, aliases=aliases, layer_names=layer_names)
     _check_weights(weights, leaves, aliases=aliases, shapes=shapes)
@@ -399,7 +350,8 @@ def split_hf_model(
         tied=tied_groups([{name: identities[name] for name in layer} for layer in trained]),
         shared=tied_groups([{name: identities[name] for name in layer} for layer in own_names]),
         arguments=arguments,
-        head_entry=cheapest_entry(frame, own.head),
+        head_entry=MASKED_ENTRY if use.is_for_head else cheapest_entry(frame, own.head),
+        mask_problem=use.problem,
         weights=weights,
         routers=routers,
         seed=seed,
@@ -408,6 +360,15 @@ def split_hf_model(
     facts = _facts(builder, _config_of(skeleton, routers, adapters), sizes)
     loss = routers.loss_sum if routers else cross_entropy_sum
     return SplitModel(builder, objective=objective, loss=loss, facts=facts)
+
+
+def _mask_use(frame: Frame, routers: Routers | None, *, sequence_length: int) -> MaskUse:
+    """See `mask_use`; the frame is that of block arguments which have been recorded."""
+    if frame.inputs.image:
+        return MaskUse("it takes images")
+    if routers is not None:
+        return MaskUse(f"the routers' loss ({_ROUTER_LOSS}) would count padding")
+    return mask_use(frame, sequence_length=sequence_length)
 
 
 def _facts(
@@ -475,7 +436,7 @@ def _attach(target: nn.Module, source: nn.Module, prefix: str, names: frozenset[
 
 def _examine(
     frame: Frame, blocks: tuple[nn.Module, ...], *, sequence_length: int
-) -> tuple[Ownership, _BlockArguments]:
+) -> tuple[Ownership, BlockArguments]:
     """The owners of the model's parameters, and the arguments of its blocks.
 
     Raises:
@@ -488,7 +449,7 @@ def _examine(
         initialise(probe.model, seed=0)
     except AttributeError as error:
         raise _unrunnable(model, error) from error
-    arguments = _BlockArguments(copy.deepcopy(probe))
+    arguments = BlockArguments(copy.deepcopy(probe))
     largest = 1 if frame.inputs.image else model.config.vocab_size - 1
     examples = [
         frame.inputs.constant((1, sequence_length), value, torch.empty(()))
@@ -509,7 +470,8 @@ def _examine(
     for each in (frame, arguments.frame):
         for stub, count in zip(each.block_stubs, own.num_outputs, strict=True):
             stub.num_outputs = count  # type: ignore[assignment]
-    calls = [arguments.record_calls(inputs, torch.float32) for inputs in examples]
+    name = frame.inputs.name
+    calls = [arguments.record_calls({name: each}, torch.float32) for each in examples]
     for call, other in zip(*calls, strict=True):
         if not all(map(torch.equal, call.tensors(), other.tensors())):
             raise refusal(model, "its blocks take more inputs than hidden states")
