@@ -184,12 +184,17 @@ def _rows(items: list[Any]) -> tuple[Tensor, Tensor]:
     return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
 
 
+def _masked_rows(items: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+    inputs, targets = _rows(items)
+    return {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}, targets
+
+
 IDS = torch.arange(60).reshape(10, 6) % 7
 PROMPT = torch.where(torch.arange(6) < 5, -100, IDS)
 EQUAL = torch.full((10, 6), 3)
 
 
-@pytest.mark.parametrize("collate", [None, _rows])
+@pytest.mark.parametrize("collate", [None, _rows, _masked_rows])
 @pytest.mark.parametrize(
     ("inputs", "targets", "objective", "is_refused"),
     [

@@ -323,7 +323,7 @@ def _are_copies(pairs: Sequence[tuple[Any, Any]]) -> bool:
 
 def _are_inputs(pair: tuple[Any, Any]) -> bool:
     """Whether each target is the input at its place; there may be none."""
-    inputs, targets = pair
+    inputs, targets = _ids(pair[0]), pair[1]
     if not isinstance(inputs, Tensor) or inputs.shape != targets.shape:
         return False
     return bool(((targets == inputs) | ~_is_target(targets)).all())
@@ -331,8 +331,13 @@ def _are_inputs(pair: tuple[Any, Any]) -> bool:
 
 def _are_next(pair: tuple[Any, Any]) -> bool:
     """Whether each target is the input at the next place, as far as there is one."""
-    following, targets = pair[0][..., 1:], pair[1][..., :-1]
+    following, targets = _ids(pair[0])[..., 1:], pair[1][..., :-1]
     return bool(((targets == following) | ~_is_target(targets)).all())
+
+
+def _ids(inputs: Any) -> Any:
+    """The token ids among inputs that have a mask, or else the inputs."""
+    return inputs.get("input_ids") if isinstance(inputs, dict) else inputs
 
 
 def _first_parts(dataset: Dataset, training: TrainingConfig) -> list[npt.NDArray[np.int64]]:
