@@ -12,6 +12,7 @@ from helpers.saved_datasets import load, saved_dataset
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.batches import microbatch, num_targets
 from planaria.data.datasets import load_dataset, load_held_out, vocabulary_size
+from planaria.data.padding import NO_PADDING, padding_token, refuse_unhidden_padding
 from planaria.data.text import IGNORED
 from planaria.errors import ConfigError
 
@@ -69,8 +70,14 @@ def test_padding_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("attention_mask", _mask("1111 0011"), "causal", "row 1 of .*padding_side"),
         ("attention_mask", _mask("1101 1111"), "causal", "row 0 of .*a 0 before a 1"),
         ("attention_mask", _mask("1111 0000"), "causal", "has 0 tokens; drop rows"),
-        ("attention_mask", _mask("1111 1110"), "masked", "row 1 .* a masked model would see"),
-        ("attention_mask", _mask("0111 1111"), "supervised", "row 0 .* a supervised model"),
+        ("attention_mask", _mask("1111 0111"), "masked", "row 1 of .*padding_side"),
+        (
+            "attention_mask",
+            _mask("1111 0000"),
+            "masked",
+            "has 0 tokens; drop rows of less than one",
+        ),
+        ("attention_mask", _mask("1110 1111"), "supervised", "row 0 .* layers of your own would"),
         ("attention_mask", _mask("1111 111"), "causal", "has not the length"),
         ("attention_mask", _mask("1111 1122"), "causal", "other than 0 and 1"),
         ("attention_mask", [1, 1], "causal", "attention_mask holds int8; planaria takes lists"),
@@ -106,6 +113,146 @@ def test_positions_and_masks_that_change_nothing_are_let_through(tmp_path: Path)
     dataset = load(data, tmp_path / "cache")
 
     assert microbatch(dataset, np.array([0, 1]), seed=0)[0].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+
+
+_ROWS = [[1, 2, 3, 9, 9, 9], [5, 6, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6]]
+_PADDED = {"input_ids": _ROWS, "attention_mask": _mask("111000 110000 111111")}
+_BERT = ModelConfig(config={"model_type": "bert", "pad_token_id": 7})
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_rows_of_an_encoder_are_padded_beside_a_mask(tmp_path: Path, is_cut: bool) -> None:
+    """To the longest of their microbatch, whether they were saved with padding or without. Targets
+    are tokens of the row itself, and as many as without padding.
+    """
+    columns: dict[str, Any] = _PADDED
+    if is_cut:
+        columns = {"input_ids": [[1, 2, 3], [5, 6], [1, 2, 3, 4, 5, 6]]}
+    dataset = load(
+        saved_dataset(tmp_path, columns), tmp_path / "cache", objective="masked", model=_BERT
+    )
+
+    inputs, targets = microbatch(dataset, np.array([0, 1]), seed=0)
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert inputs["input_ids"].shape == (2, 3)
+    assert inputs["input_ids"][1, 2] == 7
+    assert targets[1, 2] == IGNORED
+    is_target = targets != IGNORED
+    assert is_target.sum(1).tolist() == [1, 1]
+    assert torch.equal(torch.tensor([[1, 2, 3], [5, 6, 0]])[is_target], targets[is_target])
+    assert num_targets(dataset, np.array([0, 1, 2, 2]), seed=0) == 4
+    # Rows of one length need none: the third is cut to the four tokens of a sample.
+    assert microbatch(dataset, np.array([2, 2]), seed=0)[0].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected", "count"),
+    [
+        ([2, 0, 1], [2, 0, 1], 3),
+        (
+            [[3, 4, 5, 0, 0, 0], [8, 9, 0, 0, 0, 0], [1] * 6],
+            [[3, 4, 5, -100], [8, 9, -100, -100]],
+            9,
+        ),
+        ([[0, 1], [1, 0], [1, 1]], [[0, 1], [1, 0]], 6),
+    ],
+    ids=["of samples", "of tokens", "of classes"],
+)
+def test_labels_of_padded_rows_are_padded_if_tokens_have_them(
+    tmp_path: Path, labels: list[Any], expected: list[Any], count: int
+) -> None:
+    """Padding is no target, so the loss is divided by the number of true tokens."""
+    data = saved_dataset(tmp_path, _PADDED | {"labels": labels})
+    dataset = load(data, tmp_path / "cache", objective="supervised", model=_BERT)
+    numbers = np.array([0, 1, 2])
+
+    inputs, targets = microbatch(dataset, numbers, seed=0)
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 7], [5, 6, 7, 7], [1, 2, 3, 4]]
+    assert inputs["attention_mask"].tolist() == _mask("1110 1100 1111")
+    assert targets.tolist()[: len(expected)] == expected
+    assert num_targets(dataset, numbers, seed=0) == count
+
+
+class _Texts:
+    """Rows of unequal length with a class, or with a class for each token."""
+
+    vocabulary_size = 20
+
+    def __init__(self, *, has_classes: bool) -> None:
+        self._has_classes = has_classes
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        ids = torch.arange(index + 2)
+        return ids, index if self._has_classes else ids % 2
+
+
+def texts() -> _Texts:
+    """Texts with a class each, by the name of this function."""
+    return _Texts(has_classes=True)
+
+
+def tokens() -> _Texts:
+    """Texts with a class for each token, by the name of this function."""
+    return _Texts(has_classes=False)
+
+
+def test_own_rows_of_an_encoder_are_padded_beside_a_mask(tmp_path: Path) -> None:
+    """Not those for layers of the user's, which get what a collate function makes."""
+    numbers = np.array([0, 2])
+    sets = [DataConfig(kind="python", target=f"{__name__}:{name}") for name in ("texts", "tokens")]
+    of_texts, of_tokens = (
+        load(data, tmp_path, objective="supervised", model=_BERT) for data in sets
+    )
+
+    inputs, targets = microbatch(of_texts, numbers, seed=0)
+    assert inputs["input_ids"].tolist() == [[0, 1, 7, 7], [0, 1, 2, 3]]
+    assert inputs["attention_mask"].tolist() == _mask("1100 1111")
+    assert targets.tolist() == [0, 2]
+    inputs, targets = microbatch(of_tokens, numbers, seed=0)
+    assert targets.tolist() == [[0, 1, IGNORED, IGNORED], [0, 1, 0, 1]]
+    assert num_targets(of_tokens, numbers, seed=0) == 6
+    with pytest.raises(ConfigError, match="different shapes"):
+        microbatch(load(sets[0], tmp_path, objective="supervised"), numbers, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "padding"),
+    [
+        ({"model_type": "roberta"}, 1),
+        ({"model_type": "roberta", "pad_token_id": 5}, 5),
+        ({"model_type": "roberta", "pad_token_id": None}, 0),
+        ({"model_type": "modernbert"}, 0),  # Its own, 50283, is none of the data's tokens.
+        ({"model_type": "modernbert", "vocab_size": 50368}, 50283),
+    ],
+)
+def test_padding_has_the_id_that_the_model_has_for_it(config: dict[str, Any], padding: int) -> None:
+    """RoBERTa, for one, gives it no position of its own."""
+    pytest.importorskip("transformers")
+    model = ModelConfig(config=config)
+
+    assert padding_token(model, objective="masked", vocabulary_size=100) == padding
+    assert padding_token(model, objective="causal", vocabulary_size=100) == NO_PADDING
+
+
+def test_rows_to_pad_are_refused_where_no_mask_hides_that(tmp_path: Path) -> None:
+    """Before training: the first microbatch may have rows of one length by chance."""
+    unequal, equal = (
+        load(
+            saved_dataset(tmp_path / str(len(rows)), {"input_ids": rows}),
+            tmp_path / "cache",
+            objective="masked",
+        )
+        for rows in ([[1, 2], [1, 2, 3], [4]], [[1, 2, 3, 4]])
+    )
+
+    for dataset, problem in ((unequal, ""), (equal, "it would see it")):
+        refuse_unhidden_padding(dataset, problem, key="data.path", path="rows")
+    with pytest.raises(ConfigError, match="have 1 to 3 tokens, and it would see it") as caught:
+        refuse_unhidden_padding(unequal, "it would see it", key="evaluation.path", path="rows")
+    assert caught.value.field == "evaluation.path"
 
 
 @pytest.mark.parametrize("model_type", ["bart", "pegasus"])

@@ -14,7 +14,7 @@ from planaria.core.samples import data_seed, microbatch_samples
 from planaria.data.batches import microbatch
 from planaria.data.datasets import Dataset
 
-Microbatch = tuple[Tensor, Tensor]
+Microbatch = tuple[Tensor | dict[str, Tensor], Tensor]
 LossSum = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -69,7 +69,7 @@ def _set_gradients(
     loss = 0.0
     for inputs, targets in microbatches:
         model.zero_grad(set_to_none=True)
-        output = model(inputs)
+        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
         mean = loss_sum(getattr(output, "logits", output), targets) / count
         mean.backward()  # type: ignore[no-untyped-call]
         loss += mean.item()

@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 
-from planaria.core.job import DataConfig
+from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.datasets import Dataset, load_dataset
 
+_LAYERS = ModelConfig(kind="python", target="mine:layers")
+_ENCODER = ModelConfig(config={"model_type": "bert"})
 
-def load(data: DataConfig, cache: Path, *, objective: str = "causal") -> Dataset:
-    """The data set of a job with seed 1."""
-    return load_dataset(data, objective=objective, seed=1, cache_directory=cache)
+
+def load(
+    data: DataConfig, cache: Path, *, objective: str = "causal", model: ModelConfig | None = None
+) -> Dataset:
+    """The data set of a job with seed 1, by default with layers of the user's if "supervised"."""
+    model = model or (_LAYERS if objective == "supervised" else _ENCODER)
+    return load_dataset(data, objective=objective, seed=1, cache_directory=cache, model=model)
 
 
 def saved_dataset(directory: Path, columns: dict[str, list[Any]], *, split: str = "") -> DataConfig:

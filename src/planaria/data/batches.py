@@ -2,9 +2,9 @@
 
 The samples of a microbatch depend only on the seed and the iteration, never on the plan
 (docs/protocol.md, "The commit vector", C1). They are stacked along a new first dimension. Rows of
-token ids of unequal length are padded at their ends to the longest of the microbatch, inputs with 0
-and targets with -100, if each token sees only those before it ("causal"); other samples of unequal
-shape need a collate function of the user's.
+token ids of unequal length are padded at their ends to the longest of the microbatch, and targets
+with -100: if each token sees only those before it ("causal"), and for an encoder of transformers,
+which gets a mask beside them. Other samples of unequal shape need a collate function of the user's.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from planaria.core.job import DataConfig, TrainingConfig
 from planaria.core.samples import data_seed, held_out_seed, mix, sample_numbers
 from planaria.data.datasets import Dataset, UserDataset, keep_generators
-from planaria.data.padding import ROUTERS_KEY
+from planaria.data.padding import MASKS, NO_PADDING, ROUTERS_KEY
 from planaria.data.text import IGNORED, TokenDataset
 from planaria.errors import ConfigError, PlanariaError
 
@@ -403,10 +403,33 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
     inputs, targets = zip(*pairs, strict=True)
     if isinstance(dataset, UserDataset) and not dataset.may_pad:
         _refuse_padding(inputs, samples)
+    padding = getattr(dataset, "padding", NO_PADDING)
+    if padding != NO_PADDING and _are_unequal_rows(inputs):
+        return _rows_beside_mask(inputs, padding), _stack_beside(targets, inputs, samples)
     return (
         _stack_parts(inputs, samples, padding=0 if is_causal else None),
         _stack_parts(targets, samples, padding=IGNORED if is_causal else None),
     )
+
+
+def _are_unequal_rows(inputs: Sequence[Any]) -> bool:
+    """Whether samples are rows of token ids, and not all of one length."""
+    are_rows = all(isinstance(ids, Tensor) and ids.dim() == 1 for ids in inputs)
+    return are_rows and len({len(ids) for ids in inputs}) > 1
+
+
+def _rows_beside_mask(rows: Sequence[Tensor], padding: int) -> dict[str, Tensor]:
+    """Padded rows of token ids and the mask that hides the padding, named as in transformers."""
+    masks = [torch.ones_like(row, dtype=torch.int64) for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {"input_ids": pad(list(rows), True, padding), MASKS: pad(masks, True, 0)}
+
+
+def _stack_beside(targets: Sequence[Any], rows: Sequence[Tensor], numbers: np.ndarray) -> Any:
+    """The targets of padded rows, padded like these if each token has one."""
+    pairs = zip(targets, rows, strict=True)
+    are_per_token = all(isinstance(t, Tensor) and t.shape == row.shape for t, row in pairs)
+    return _stack_parts(targets, numbers, padding=IGNORED if are_per_token else None)
 
 
 def row_major(tensor: Tensor) -> Tensor:

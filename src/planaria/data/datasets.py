@@ -16,7 +16,7 @@ tokens; "supervised": whatever the model's loss takes. -100 marks a position wit
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.model_tokenizer import has_weights, special_tokens
-from planaria.data.padding import counts_padding
+from planaria.data.padding import NO_PADDING, counts_padding, padding_token
 from planaria.data.saved_rows import (
     HELD_OUT,
     loaded_from_disk,
@@ -242,6 +242,7 @@ class UserDataset:
         num_samples: length of the object when it was made; it may change meanwhile, and the numbers
             of all iterations' samples depend on it.
         may_pad: whether rows of unequal length may be padded in their microbatch.
+        padding: see `padding_token`.
     """
 
     items: Any
@@ -250,6 +251,7 @@ class UserDataset:
     collate: Callable[[list[Any]], Any] | None
     num_samples: int
     may_pad: bool = True
+    padding: int = NO_PADDING
 
     def __len__(self) -> int:
         return self.num_samples
@@ -320,8 +322,9 @@ def _user_dataset(
         if not hasattr(items, method):
             remedy = f"it returned an object of type {type(items).__name__}, which has no {method}"
             raise ConfigError("data.target", target, remedy)
-    may_pad = not counts_padding(model)
-    return UserDataset(items, target, objective, collate, _num_items(items, target), may_pad)
+    dataset = UserDataset(items, target, objective, collate, _num_items(items, target))
+    padding = padding_token(model, objective=objective, vocabulary_size=dataset.vocabulary_size)
+    return replace(dataset, may_pad=not counts_padding(model), padding=padding)
 
 
 def _num_items(items: Any, target: str) -> int:

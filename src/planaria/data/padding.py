@@ -1,8 +1,9 @@
 """Padding in the rows of a saved data set, and other columns that tokenizers write beside tokens.
 
 `tok(text, padding="max_length")` writes rows of one length with a column attention_mask, 0 where a
-token is padding. planaria gives a model the tokens alone. Padding at the end of a row can be cut
-off; any other would be seen by the model as text, and trained on. So would the second of two texts
+token is padding. Padding at the end of a row is cut off, and a microbatch of such rows is padded to
+the longest of them: for an encoder of transformers with a mask, which hides it from the others. Any
+other padding would be seen by the model as text, and trained on. So would the second of two texts
 in a row, which only a column token_type_ids, position_ids or seq_lengths tells from the first, and
 tokens that a column such as completion_mask keeps out of the loss.
 
@@ -25,6 +26,8 @@ ROUTERS_KEY: Final = "model.config.output_router_logits"
 MASKS: Final = "attention_mask"
 TYPES: Final = "token_type_ids"
 POSITIONS: Final = "position_ids"
+NO_PADDING: Final = -1  # In place of the id with which rows are padded.
+_PADDING: Final = "pad_token_id"  # Key of configs of transformers.
 _SEQUENCES: Final = "seq_lengths"  # Lengths of the texts of a row, as trl packs them.
 # Types whose causal class of transformers 5.23 has labels at the places of the logits.
 _UNSHIFTED: Final = frozenset(
@@ -41,6 +44,30 @@ def counts_padding(model: ModelConfig) -> bool:
     """Whether the loss of a model depends on padding: the routers' loss is one of all tokens."""
     key = ROUTERS_KEY.rpartition(".")[2]
     return model.kind == "hf" and bool(_config_keys(model).get(key))
+
+
+def padding_token(model: ModelConfig, *, objective: str, vocabulary_size: int) -> int:
+    """The id with which samples of unequal length are padded, hidden by a mask.
+
+    It is NO_PADDING but for encoders of transformers: others get no mask from a data set.
+
+    Args:
+        vocabulary_size: upper bound on token ids of the data, exclusive; 0: not known.
+    """
+    if model.kind != "hf" or objective == "causal":
+        return NO_PADDING
+    keys = _config_keys(model)
+    if _PADDING in keys:
+        token = keys[_PADDING]
+    else:
+        from transformers import CONFIG_MAPPING
+
+        model_type = keys.get("model_type", "")
+        is_known = model_type in CONFIG_MAPPING
+        token = getattr(CONFIG_MAPPING[model_type](), _PADDING, None) if is_known else None
+        if token is not None and token >= keys.get("vocab_size", vocabulary_size):
+            token = None
+    return token if isinstance(token, int) and token >= 0 else 0
 
 
 def refuse_unshifted_labels(model: ModelConfig, path: str) -> None:
@@ -170,30 +197,32 @@ def lengths_without_padding(saved: Any, path: str) -> npt.NDArray[np.int32]:
 
 
 def refuse_inner_padding(
-    kept: npt.NDArray[np.int32], path: str, *, objective: str, sequence_length: int
+    kept: npt.NDArray[np.int32], path: str, *, sequence_length: int, may_be_cut: bool
 ) -> None:
     """Refuses padding that cannot be cut off.
 
     Args:
         kept: the lengths that `lengths_without_padding` returned.
+        may_be_cut: whether samples may differ in length.
 
     Raises:
         ConfigError: it names the first row with such padding, and what to do.
     """
-    is_wrong = kept < (0 if objective == "causal" else sequence_length)
+    is_wrong = kept < (0 if may_be_cut else sequence_length)
     if not is_wrong.any():
         return
     where = f"row {int(is_wrong.argmax())} of its column {MASKS} has a 0"
-    if objective == "causal":
+    if may_be_cut:
         remedy = (
             f"{where} before a 1, and planaria cuts padding off the ends of rows alone; tokenise "
             'with padding_side = "right", or without padding'
         )
     else:
         remedy = (
-            f"{where} among its first {sequence_length} tokens, and a {objective} model would see "
-            "that padding, because planaria gives it no mask; cut or pack the rows to one length "
-            "without padding, or remove the column if the model may see it"
+            f"{where} among its first {sequence_length} tokens, and layers of your own would see "
+            "that padding, because they get token ids alone; cut or pack the rows to one length "
+            "without padding, give them the mask by a data set and a data.collate of your own, or "
+            "remove the column if they may see it"
         )
     raise ConfigError("data.path", path, remedy)
 
@@ -210,6 +239,22 @@ def refuse_unequal_rows(lengths: npt.NDArray[np.int32], path: str) -> None:
             f"{lengths.max()} tokens; give rows of one length, or set it to false"
         )
         raise ConfigError(ROUTERS_KEY, True, remedy)
+
+
+def refuse_unhidden_padding(dataset: Any, problem: str, *, key: str, path: str) -> None:
+    """Refuses rows of a saved data set that would be padded, if no mask can hide that.
+
+    Args:
+        dataset: data set of any kind.
+        problem: see `SplitModel.mask_problem`.
+        key: key that names the data set.
+    """
+    lengths = getattr(dataset, "lengths", None)
+    if not problem or getattr(dataset, "padding", NO_PADDING) == NO_PADDING or lengths is None:
+        return
+    if len(lengths) and lengths.min() < lengths.max():
+        counts = f"its rows have {lengths.min()} to {lengths.max()} tokens, and {problem}"
+        raise ConfigError(key, path, counts)
 
 
 def _lists_beside_ids(saved: Any, column: str, lengths: npt.NDArray[np.int32], path: str) -> Any:

@@ -21,6 +21,7 @@ from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.model_tokenizer import end_of_document, special_tokens
 from planaria.data.padding import (
     MASKS,
+    NO_PADDING,
     POSITIONS,
     TYPES,
     arrow_modules,
@@ -28,6 +29,7 @@ from planaria.data.padding import (
     integer_lists,
     labels_are_per_token,
     lengths_without_padding,
+    padding_token,
     refuse_inner_padding,
     refuse_nulls,
     refuse_unequal_rows,
@@ -56,6 +58,7 @@ class LabelledRows:
     Attributes:
         lengths: number of tokens of each row, if some have less than sequence_length; else empty.
         are_per_token: whether a row has a label for each token, which are cut like these.
+        padding: see `padding_token`.
     """
 
     rows: Any
@@ -64,6 +67,7 @@ class LabelledRows:
     vocabulary_size: int
     lengths: npt.NDArray[np.int32]
     are_per_token: bool
+    padding: int = NO_PADDING
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -137,21 +141,20 @@ def saved_dataset(
     names = _checked_columns(columns, data, objective)
     if objective == "causal" and "labels" in names:
         refuse_unshifted_labels(model, path)
+    num_ids = num_row_ids(saved, data.path, cache_directory)
+    padding = padding_token(model, objective=objective, vocabulary_size=num_ids)
+    num_least = _num_least(data, objective, padding)
     checked = names if objective != "supervised" else ["input_ids"]
-    kept = _kept_lengths(saved, data, objective, cache_directory)
-    lengths = {name: _checked_lengths(saved, name, data, objective, kept) for name in checked}
-    row_lengths = lengths["input_ids"]
-    if not all(np.array_equal(some, row_lengths) for some in lengths.values()):
-        remedy = "a row of its column labels has not the length of that of input_ids"
-        raise ConfigError("data.path", data.path, remedy)
+    kept = _kept_lengths(saved, data, cache_directory)
+    row_lengths = _sample_lengths(saved, checked, data, num_least=num_least, kept=kept)
     if counts_padding(model):
         refuse_unequal_rows(row_lengths, data.path)
-    num_ids = num_row_ids(saved, data.path, cache_directory)
     rows = saved.with_format("numpy", columns=names)
     if "labels" in names:
         _check_labels(rows, data.path)
         per_token = labels_are_per_token(saved, objective, data.path)
-        return LabelledRows(rows, objective, data.sequence_length, num_ids, row_lengths, per_token)
+        length = data.sequence_length
+        return LabelledRows(rows, objective, length, num_ids, row_lengths, per_token, padding)
     return TokenDataset(
         _TokenRows(rows, data.sequence_length, row_lengths),
         objective,
@@ -159,13 +162,13 @@ def saved_dataset(
         num_ids,
         lengths=row_lengths if len(row_lengths) else None,
         special=special_tokens(model.path) if objective == "masked" else None,
+        padding=padding,
     )
 
 
 def left_out_text(
     data: DataConfig,
     *,
-    objective: str,
     cache_directory: Path,
     splits: Sequence[str] = TRAINING,
     key: str = "data.path",
@@ -182,7 +185,7 @@ def left_out_text(
     saved, path = loaded_from_disk(data.path, splits)
     if "input_ids" not in saved.column_names:
         return ""
-    kept = _kept_lengths(saved, replace(data, path=path), objective, cache_directory)
+    kept = _kept_lengths(saved, replace(data, path=path), cache_directory)
     lengths = _row_lengths(saved, "input_ids", path, kept).astype(np.int64)
     length = data.sequence_length
     share = np.maximum(lengths - length, 0).sum() / lengths.sum()
@@ -320,13 +323,11 @@ def loaded_from_disk(path: str, splits: Sequence[str] = TRAINING) -> tuple[Any, 
     raise ConfigError("data.path", path, remedy)
 
 
-def _kept_lengths(
-    saved: Any, data: DataConfig, objective: str, cache_directory: Path
-) -> npt.NDArray[np.int32]:
+def _kept_lengths(saved: Any, data: DataConfig, cache_directory: Path) -> npt.NDArray[np.int32]:
     """Number of tokens of each row without padding; empty if there is none.
 
     Raises:
-        ConfigError: see `lengths_without_padding` and `refuse_inner_padding`.
+        ConfigError: see `lengths_without_padding`.
     """
     if not {MASKS, TYPES, POSITIONS} & set(saved.column_names):
         return np.empty(0, dtype=np.int32)
@@ -335,32 +336,60 @@ def _kept_lengths(
         partial_path.write_bytes(lengths_without_padding(saved, data.path).tobytes())
 
     path = _scan_once("unpadded-lengths", scan, data.path, cache_directory)
-    kept = np.fromfile(path, dtype=np.int32)
-    refuse_inner_padding(kept, data.path, objective=objective, sequence_length=data.sequence_length)
-    return kept
+    return np.fromfile(path, dtype=np.int32)
 
 
-def _checked_lengths(
-    saved: Any, column: str, data: DataConfig, objective: str, kept: npt.NDArray[np.int32]
+def _num_least(data: DataConfig, objective: str, padding: int) -> int:
+    """Number of tokens that a row must have: a causal model's has a token and the next one."""
+    if objective == "causal":
+        return 2
+    return data.sequence_length if padding == NO_PADDING else 1
+
+
+def _sample_lengths(
+    saved: Any,
+    columns: Sequence[str],
+    data: DataConfig,
+    *,
+    num_least: int,
+    kept: npt.NDArray[np.int32],
 ) -> npt.NDArray[np.int32]:
-    """Lengths of a column's rows as samples; empty if none is shorter than others.
+    """Number of tokens of each row as a sample; empty if none is shorter than others.
 
     Args:
+        columns: columns with a number for each token.
+        num_least: number of tokens that a row must have. Where it is less than sequence_length,
+            padding changes nothing: each token sees only those before it, or a mask hides it.
         kept: number of tokens of each row without padding; empty if there is none.
 
     Raises:
-        ConfigError: the rows are not lists of integers, or are too short. Padding at the end of a
-            row changes nothing where each token sees only those before it.
+        ConfigError: the columns are not lists of integers, are too short or differ in length, or
+            see `refuse_inner_padding`.
     """
+    may_be_cut = num_least < data.sequence_length
+    refuse_inner_padding(
+        kept, data.path, sequence_length=data.sequence_length, may_be_cut=may_be_cut
+    )
+    lengths, *others = (_checked_lengths(saved, name, data, num_least, kept) for name in columns)
+    if not all(np.array_equal(lengths, some) for some in others):
+        remedy = "a row of its column labels has not the length of that of input_ids"
+        raise ConfigError("data.path", data.path, remedy)
+    return lengths
+
+
+def _checked_lengths(
+    saved: Any, column: str, data: DataConfig, num_least: int, kept: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Lengths of a column's rows as samples, see `_sample_lengths`."""
     lengths = _row_lengths(saved, column, data.path, kept)
     shortest = int(lengths.min()) if len(lengths) else 0
     if shortest >= data.sequence_length:
         return np.empty(0, dtype=np.int32)
-    if objective == "causal" and shortest > 1:
+    if shortest >= num_least:
         return np.minimum(lengths, data.sequence_length)
     remedy = f"the shortest row of {column} in {data.path} has {shortest} tokens; "
-    if objective == "causal":
-        remedy += "drop rows of less than two"
+    if num_least < data.sequence_length:
+        remedy += f"drop rows of less than {'two' if num_least == 2 else 'one'}"
     else:
         remedy += f"pack the rows to one length, or set it to {shortest}"
     raise ConfigError("data.sequence_length", data.sequence_length, remedy)

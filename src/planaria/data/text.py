@@ -46,6 +46,7 @@ from planaria.data.model_tokenizer import (
     special_tokens,
     tokenizer_digest,
 )
+from planaria.data.padding import NO_PADDING
 from planaria.errors import ConfigError
 
 # A target that cross entropy in torch ignores.
@@ -98,11 +99,11 @@ class TokenDataset:
         rows: rows of equal length: sequence_length, or one token more, which is the last target.
         objective: "causal" or "masked".
         num_tokens: number of tokens of the tokenizer.
-        lengths: number of tokens of each row, if some have less than sequence_length; those of a
-            "masked" data set never have.
+        lengths: number of tokens of each row, if some have less than sequence_length.
         special: special tokens of the model's own tokenizer; None: the mask token comes after all
             others, and no token is special.
         tokenizer_file: path of the tokenizer that was learned from text; empty: none was.
+        padding: see `padding_token` of padding.py.
     """
 
     rows: RowSource
@@ -112,6 +113,7 @@ class TokenDataset:
     lengths: npt.NDArray[np.int32] | None = None
     special: SpecialTokens | None = None
     tokenizer_file: str = ""
+    padding: int = NO_PADDING
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,13 +126,15 @@ class TokenDataset:
 
     def num_targets(self, samples: npt.NDArray[np.int64]) -> int:
         """Number of targets of samples with these numbers, which are not masked for it."""
-        if self.lengths is not None:
+        if self.lengths is not None and self.objective == "causal":
             return int(self.lengths[samples].sum()) - len(samples)
         if self.special is not None:
             rows = (np.asarray(self.rows[int(number)]) for number in samples)
             return sum(
                 _num_masked(int(np.isin(row, self.special.ids, invert=True).sum())) for row in rows
             )
+        if self.lengths is not None:
+            return sum(_num_masked(int(length)) for length in self.lengths[samples])
         is_masked = self.objective == "masked"
         per_sample = _num_masked(self.sequence_length) if is_masked else len(self.rows[0]) - 1
         return len(samples) * per_sample

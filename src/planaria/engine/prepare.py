@@ -29,6 +29,7 @@ from planaria.data.datasets import (
     own_tokens_text,
     vocabulary_size,
 )
+from planaria.data.padding import refuse_unhidden_padding
 from planaria.data.saved_rows import HELD_OUT, left_out_text, unused_columns_text
 from planaria.data.text import TokenDataset
 from planaria.engine.blame import mistake_of, text_of, user_traceback
@@ -286,6 +287,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
         job, cache_directory=cache_directory, profile=request.profile, timekeeper=Timekeeper()
     )
     dataset = load_data(job, objective=model.objective, cache_directory=cache_directory)
+    refuse_unhidden_padding(dataset, model.mask_problem, key="data.path", path=job.data.path)
     evaluated = load_evaluation(job, dataset, model=model, cache_directory=cache_directory)
     _check_trained(job, model)
     sample_numbers(
@@ -298,7 +300,7 @@ def _prepare(request: PrepareRequest) -> Prepared:
     learning_rate(job.training, 0)
     optimizer_factory(job.training)
     device = device_of(job, rank=0)
-    data_notes = _data_notes(job, dataset, model.objective, cache_directory)
+    data_notes = _data_notes(job, dataset, cache_directory)
     tokenizer_file = dataset.tokenizer_file if isinstance(dataset, TokenDataset) else ""
     keeps_tokenizer = request.keeps_tokenizer and bool(tokenizer_file)
     kept_notes = _keep_tokenizer(job, tokenizer_file) if keeps_tokenizer else ()
@@ -381,13 +383,11 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
     )
 
 
-def _data_notes(
-    job: JobConfig, dataset: Dataset, objective: str, cache_directory: Path
-) -> tuple[str, ...]:
+def _data_notes(job: JobConfig, dataset: Dataset, cache_directory: Path) -> tuple[str, ...]:
     """The lines that say what in the job's data may not be as the user means it."""
     texts = [unrepeated_text(dataset, job.training), own_tokens_text(job.data, job.model)]
     if job.model.kind != "paced":
-        left_out = partial(left_out_text, objective=objective, cache_directory=cache_directory)
+        left_out = partial(left_out_text, cache_directory=cache_directory)
         texts += [left_out(job.data), unused_columns_text(job.data)]
         if job.evaluation.every:
             texts.append(left_out(job.held_out, splits=HELD_OUT, key="evaluation.path"))

@@ -60,6 +60,7 @@ from planaria.models.hf_masks import (
     IDS,
     MaskUse,
     hidden_and_mask,
+    mask_refusal,
     mask_use,
     masked_inputs,
     refuse_own_padding,
@@ -382,6 +383,7 @@ def _facts(
         float32_names=builder.float32_names,
         whole_bytes=whole_bytes,
         has_router_loss=builder.routers is not None,
+        mask_problem=mask_refusal(builder.mask_problem) if builder.mask_problem else "",
     )
 
 

@@ -82,6 +82,7 @@ class SplitFacts:
             float32 where the layers work in bfloat16.
         whole_bytes: bytes of each layer; see `SplitModel.whole_bytes`.
         has_router_loss: whether the last layer returns the loss of routers beside the logits.
+        mask_problem: see `SplitModel`.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class SplitFacts:
     float32_names: Callable[[], frozenset[str]] = frozenset
     whole_bytes: tuple[int, ...] = ()
     has_router_loss: bool = False
+    mask_problem: str = ""
 
 
 class SplitModel:
@@ -108,12 +110,14 @@ class SplitModel:
             (the hidden tokens, -100 elsewhere) or "supervised".
         tied: groups of uses of the parameters that more than one layer uses.
         virtual: profile of each layer of a paced model; empty: the model is not paced.
+        mask_problem: the sentence why samples of unequal length cannot be given with a mask that
+            hides their padding; empty: they can, or the layers are the user's.
         config, notes, float32_names, vocabulary_size: the same as in `SplitFacts`.
     """
 
     __slots__ = (
         *("_builder", "_has_router_loss", "_loss", "_loss_field", "_whole_bytes", "config"),
-        *("float32_names", "layer_names", "notes", "objective", "tied", "virtual"),
+        *("float32_names", "layer_names", "mask_problem", "notes", "objective", "tied", "virtual"),
         "vocabulary_size",
     )
 
@@ -129,6 +133,7 @@ class SplitModel:
         facts = facts or SplitFacts()
         self._loss_field, self._whole_bytes = facts.loss_field, facts.whole_bytes
         self._has_router_loss = facts.has_router_loss
+        self.mask_problem = facts.mask_problem
         self.config, self.notes = facts.config, facts.notes
         self.float32_names, self.vocabulary_size = facts.float32_names, facts.vocabulary_size
         self.virtual = virtual

@@ -32,6 +32,7 @@ from planaria.core.messages import Evaluated
 from planaria.core.plan import Hop, Plan, Route
 from planaria.data.batches import HeldOut, SampleNote, check_num_samples
 from planaria.data.datasets import Dataset, keep_generators, load_held_out
+from planaria.data.padding import refuse_unhidden_padding
 from planaria.data.text import TokenDataset
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.iteration.executor import RankContext
@@ -148,6 +149,7 @@ def load_evaluation(
     )
     if not len(held_out):
         raise ConfigError(key, config.target or config.path, "it is empty")
+    refuse_unhidden_padding(held_out, model.mask_problem, key=key, path=config.path)
     known = model.vocabulary_size
     if held_out.vocabulary_size > known > 0:
         remedy = f"has the token id {held_out.vocabulary_size - 1}; the model knows {known} ids"
