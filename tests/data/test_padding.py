@@ -248,10 +248,13 @@ def test_rows_to_pad_are_refused_where_no_mask_hides_that(tmp_path: Path) -> Non
         for rows in ([[1, 2], [1, 2, 3], [4]], [[1, 2, 3, 4]])
     )
 
-    for dataset, problem in ((unequal, ""), (equal, "it would see it")):
-        refuse_unhidden_padding(dataset, problem, key="data.path", path="rows")
+    def problem() -> str:
+        return "it would see it"
+
+    refuse_unhidden_padding(unequal, str, key="data.path", path="rows")
+    refuse_unhidden_padding(equal, problem, key="data.path", path="rows")
     with pytest.raises(ConfigError, match="have 1 to 3 tokens, and it would see it") as caught:
-        refuse_unhidden_padding(unequal, "it would see it", key="evaluation.path", path="rows")
+        refuse_unhidden_padding(unequal, problem, key="evaluation.path", path="rows")
     assert caught.value.field == "evaluation.path"
 
 

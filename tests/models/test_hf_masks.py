@@ -21,7 +21,6 @@ from helpers.hf_models import (
 from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
 from planaria.models.hf_frame import move_ghosts
-from planaria.models.hf_heads import MASKED_ENTRY
 from planaria.models.hf_masks import mask_of, mask_text
 from planaria.models.hf_model import hf_config, meta_model
 from planaria.models.layers import cross_entropy_sum
@@ -224,15 +223,32 @@ def test_a_model_that_pads_samples_itself_is_refused_where_they_are_padded() -> 
 
 
 def test_a_head_that_reads_the_mask_has_its_ghosts_beside_it() -> None:
-    """On a GPU the mask meets what the model's forward computes before its blocks."""
+    """On a GPU the mask meets what the model's forward computes before its blocks. A microbatch
+    without padding may come next.
+    """
     split = split_of(_MODELS["modernbert-mean"])
     head: Any = split.materialise(split.num_layers - 1)
-    other: Any = split_of(_MODELS["bert"]).materialise(5)
-    entry, frame = head._entry, head._frame
-    assert entry.takes_mask == MASKED_ENTRY.takes_mask is True
-    move_ghosts(frame.model, torch.device("meta"))
+    hidden_BLD = torch.randn(2, 4, 64)
+    before = head(hidden_BLD)
+    move_ghosts(head._frame.model, torch.device("meta"))
 
-    logits = head(pack((torch.randn(2, 4, 64), "4;1,3"), "data"))
+    logits = head(pack((hidden_BLD, "4;1,3"), "data"))
 
-    assert logits.isfinite().all()
-    assert not other._entry.takes_mask
+    assert torch.equal(before[0], logits[0])
+    assert not torch.equal(before[1], logits[1])
+    assert torch.equal(before, head(hidden_BLD))
+
+
+def test_nothing_looks_for_masks_where_no_sample_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a large vocabulary it takes seconds, which a recovery would wait for."""
+
+    def look(*_: object, **__: object) -> None:
+        raise AssertionError("the use of masks is looked for")
+
+    monkeypatch.setattr("planaria.models.hf_masks._mask_use", look)
+    split = split_of(FAMILIES["bert"])
+    layers = [split.materialise(layer) for layer in range(split.num_layers)]
+
+    assert chained(layers, ids_of()).isfinite().all()
+    with pytest.raises(AssertionError, match="looked for"):
+        split.mask_problem()

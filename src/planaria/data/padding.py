@@ -11,7 +11,7 @@ Columns are read as arrays, a chunk at a time, because a data set may be larger 
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -241,18 +241,20 @@ def refuse_unequal_rows(lengths: npt.NDArray[np.int32], path: str) -> None:
         raise ConfigError(ROUTERS_KEY, True, remedy)
 
 
-def refuse_unhidden_padding(dataset: Any, problem: str, *, key: str, path: str) -> None:
+def refuse_unhidden_padding(
+    dataset: Any, mask_problem: Callable[[], str], *, key: str, path: str
+) -> None:
     """Refuses rows of a saved data set that would be padded, if no mask can hide that.
 
     Args:
         dataset: data set of any kind.
-        problem: see `SplitModel.mask_problem`.
+        mask_problem: see `SplitModel`.
         key: key that names the data set.
     """
     lengths = getattr(dataset, "lengths", None)
-    if not problem or getattr(dataset, "padding", NO_PADDING) == NO_PADDING or lengths is None:
+    if getattr(dataset, "padding", NO_PADDING) == NO_PADDING or lengths is None:
         return
-    if len(lengths) and lengths.min() < lengths.max():
+    if len(lengths) and lengths.min() < lengths.max() and (problem := mask_problem()):
         counts = f"its rows have {lengths.min()} to {lengths.max()} tokens, and {problem}"
         raise ConfigError(key, path, counts)
 

@@ -58,10 +58,8 @@ from planaria.models.hf_frame import (
 from planaria.models.hf_heads import MASKED_ENTRY, HeadEntry, cheapest_entry
 from planaria.models.hf_masks import (
     IDS,
-    MaskUse,
+    Masks,
     hidden_and_mask,
-    mask_refusal,
-    mask_use,
     masked_inputs,
     refuse_own_padding,
     with_mask,
@@ -98,10 +96,10 @@ _ROUTER_LOSS: Final = "output_router_logits"  # Key of configs of transformers.
 class _Embedding(nn.Module):
     """The layer that computes the first block's input from token ids or images."""
 
-    def __init__(self, frame: Frame, mask_problem: str) -> None:
+    def __init__(self, frame: Frame, masks: Masks) -> None:
         super().__init__()
         self._frame = frame
-        self._mask_problem = mask_problem
+        self._masks = masks
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the model's own forward is no code of a layer."""
@@ -111,7 +109,7 @@ class _Embedding(nn.Module):
         arguments: Mapping[str, Tensor] = {self._frame.inputs.name: inputs}
         if is_packed(inputs):
             arguments, mask = masked_inputs(
-                unpack(inputs), problem=self._mask_problem, inputs=self._frame.inputs
+                unpack(inputs), masks=self._masks, inputs=self._frame.inputs
             )
         if model.training != self.training:
             model.train(self.training)
@@ -171,10 +169,13 @@ def _take_apart(x: Tensor, routers: Routers) -> tuple[Tensor, RouterSums]:
 class _Head(nn.Module):
     """The layer that computes the logits from the last block's output, and the routers' loss."""
 
-    def __init__(self, frame: Frame, entry: HeadEntry, routers: Routers | None) -> None:
+    def __init__(
+        self, frame: Frame, entry: HeadEntry, masks: Masks, routers: Routers | None
+    ) -> None:
         super().__init__()
         self._frame = frame
         self._entry = entry
+        self._masks = masks
         self._routers = routers
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -185,6 +186,8 @@ class _Head(nn.Module):
             self._frame.model.train(self.training)
         if self._routers is None:
             hidden_BLD, mask = hidden_and_mask(x)
+            if mask and self._masks.use().is_for_head:
+                self._entry = MASKED_ENTRY  # From now on: it takes the ghosts to another device.
             return boundary(self._entry.logits(self._frame, hidden_BLD, mask), "head")
         hidden_BLD, sums = _take_apart(x, self._routers)
         logits = self._entry.logits(self._frame, hidden_BLD, "")
@@ -204,7 +207,7 @@ class HfLayers:
             layer.
         aliases: all names of the same parameter, including this one, by name.
         head_entry: the way in which the head enters the model's forward.
-        mask_problem: see `MaskUse.problem`.
+        masks: use that the model makes of padding masks.
         tied: groups of uses of trained parameters.
         shared: groups of uses of all parameters, for their initial values.
         weights: the initial weights found on disk; may be empty.
@@ -221,7 +224,7 @@ class HfLayers:
     shared: tuple[TiedGroup, ...]
     arguments: BlockArguments
     head_entry: HeadEntry
-    mask_problem: str
+    masks: Masks
     weights: Weights
     routers: Routers | None
     seed: int
@@ -298,11 +301,11 @@ class HfLayers:
         """The layer's own modules under their full names, in a module that runs them."""
         module: nn.Module
         if layer == 0:
-            module = _Embedding(frame, self.mask_problem)
+            module = _Embedding(frame, self.masks)
         elif layer <= len(self.blocks):
             module = _Block(layer - 1, self.layer_names[layer], self.arguments, self.routers)
         else:
-            module = _Head(frame, self.head_entry, self.routers)
+            module = _Head(frame, self.head_entry, self.masks, self.routers)
         _attach(module, frame.model, "", frozenset(self.leaves[layer]))
         return module.train()
 
@@ -335,7 +338,8 @@ def split_hf_model(
     for name, part in zip(layer_names, (skeleton, *blocks, skeleton), strict=True):
         refuse_running_statistics(name, part)
     own, arguments = _examine(frame, blocks, sequence_length=sequence_length)
-    use = _mask_use(arguments.frame, routers, sequence_length=sequence_length)
+    problem = _mask_problem(frame, routers)
+    masks = Masks(arguments.frame, sequence_length=sequence_length, problem=problem)
     aliases = _aliases(identities)
     leaves = _leaves_by_layer(frame, own, aliases=aliases, layer_names=layer_names)
     _check_weights(weights, leaves, aliases=aliases, shapes=shapes)
@@ -351,8 +355,8 @@ def split_hf_model(
         tied=tied_groups([{name: identities[name] for name in layer} for layer in trained]),
         shared=tied_groups([{name: identities[name] for name in layer} for layer in own_names]),
         arguments=arguments,
-        head_entry=MASKED_ENTRY if use.is_for_head else cheapest_entry(frame, own.head),
-        mask_problem=use.problem,
+        head_entry=cheapest_entry(frame, own.head),
+        masks=masks,
         weights=weights,
         routers=routers,
         seed=seed,
@@ -363,13 +367,11 @@ def split_hf_model(
     return SplitModel(builder, objective=objective, loss=loss, facts=facts)
 
 
-def _mask_use(frame: Frame, routers: Routers | None, *, sequence_length: int) -> MaskUse:
-    """See `mask_use`; the frame is that of block arguments which have been recorded."""
+def _mask_problem(frame: Frame, routers: Routers | None) -> str:
+    """Why a model is given no padding mask, whatever it would do with it; "": it may be given."""
     if frame.inputs.image:
-        return MaskUse("it takes images")
-    if routers is not None:
-        return MaskUse(f"the routers' loss ({_ROUTER_LOSS}) would count padding")
-    return mask_use(frame, sequence_length=sequence_length)
+        return "it takes images"
+    return f"the routers' loss ({_ROUTER_LOSS}) would count padding" if routers else ""
 
 
 def _facts(
@@ -383,7 +385,7 @@ def _facts(
         float32_names=builder.float32_names,
         whole_bytes=whole_bytes,
         has_router_loss=builder.routers is not None,
-        mask_problem=mask_refusal(builder.mask_problem) if builder.mask_problem else "",
+        mask_problem=builder.masks.refusal,
     )
 
 

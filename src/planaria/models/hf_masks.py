@@ -20,9 +20,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planaria.errors import ConfigError
-from planaria.models.hf_frame import Call, Frame, Inputs
+from planaria.models.hf_frame import Call, Frame, Inputs, move_ghosts
 from planaria.models.packing import describe, unpack
 
 # Dimensions in names: B microbatch, L sequence, D model
@@ -48,13 +49,43 @@ class _Marked(Tensor):
     """A tensor that marks all tensors that are computed from it: they are of this class, too."""
 
 
-@torch.no_grad()
-def mask_use(frame: Frame, *, sequence_length: int) -> MaskUse:
-    """What a model does with a padding mask, found by two forwards without weights.
+class Masks:
+    """Finds what a model does with a padding mask when a layer or a data set first asks.
 
-    Args:
-        frame: a frame whose parameters are ghosts on the CPU.
+    That may take seconds, which models without padding never spend. All layers of a process, and
+    their copies, share one object.
     """
+
+    def __init__(self, frame: Frame, *, sequence_length: int, problem: str) -> None:
+        """Keeps what the search needs.
+
+        Args:
+            frame: a frame whose parameters are ghosts.
+            problem: why the model can be given no mask, if that is known; else empty.
+        """
+        self._frame = frame
+        self._sequence_length = sequence_length
+        self._use = MaskUse(problem) if problem else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Masks":
+        return self
+
+    def use(self) -> MaskUse:
+        """What the model does with a padding mask."""
+        if self._use is None:
+            # A forward that a backward runs again must not count the operations of these.
+            with _disable_current_modes(), torch.no_grad():
+                self._use = _mask_use(self._frame, sequence_length=self._sequence_length)
+        return self._use
+
+    def refusal(self) -> str:
+        """The sentence why the model cannot be given samples of unequal length; "": it can."""
+        problem = self.use().problem
+        return _refusal(problem) if problem else ""
+
+
+def _mask_use(frame: Frame, *, sequence_length: int) -> MaskUse:
+    """What a model does with a padding mask, found by two forwards without weights."""
     if MASK not in inspect.signature(frame.model.forward).parameters:
         return MaskUse(f"its forward takes no {MASK}")
     try:
@@ -78,6 +109,8 @@ def _reach(frame: Frame, *, num_tokens: int, stops_at_head: bool) -> bool:
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
     frame = copy.deepcopy(frame)  # Some models note that samples are short.
+    frame.model.to("cpu")
+    move_ghosts(frame.model, torch.device("cpu"))
     num_blocks = len(frame.block_stubs)
     marks: list[bool] = []
 
@@ -85,7 +118,7 @@ def _reach(frame: Frame, *, num_tokens: int, stops_at_head: bool) -> bool:
         marks.extend(isinstance(t, _Marked) for t in (hidden_BLD, *call.tensors()))
         if stops_at_head and index == num_blocks - 1:
             raise _BlocksPassed
-        return torch.zeros(tuple(hidden_BLD.shape))
+        return torch.zeros(tuple(hidden_BLD.shape), dtype=hidden_BLD.dtype)
 
     inputs = {IDS: ids, MASK: mask.as_subclass(_Marked)}
     try:
@@ -95,12 +128,11 @@ def _reach(frame: Frame, *, num_tokens: int, stops_at_head: bool) -> bool:
     return isinstance(logits, _Marked)
 
 
-def masked_inputs(value: object, *, problem: str, inputs: Inputs) -> tuple[Mapping[str, Any], str]:
+def masked_inputs(value: object, *, masks: Masks, inputs: Inputs) -> tuple[Mapping[str, Any], str]:
     """The arguments of the model's forward, and the mask as text; "" if it hides nothing.
 
     Args:
         value: inputs of a microbatch that are more than one tensor.
-        problem: why the model can be given no mask; empty: it can.
 
     Raises:
         ConfigError: they are something else than token ids and their mask, or have a mask that the
@@ -115,13 +147,12 @@ def masked_inputs(value: object, *, problem: str, inputs: Inputs) -> tuple[Mappi
     if text is None:
         remedy = f"{MASK} must be of the shape of {IDS}, 1 for each token and 0 for padding"
         raise ConfigError("data", describe(value), remedy)
-    if text and problem:
-        raise ConfigError("data", describe(value), mask_refusal(problem))
+    if text and (refusal := masks.refusal()):
+        raise ConfigError("data", describe(value), refusal)
     return {IDS: ids_BL, MASK: mask_BL.to(torch.int64)} if text else {IDS: ids_BL}, text
 
 
-def mask_refusal(problem: str) -> str:
-    """The sentence that a model cannot be given samples of unequal length."""
+def _refusal(problem: str) -> str:
     return (
         f"this model would see padding, because it can be given no mask: {problem}; give samples "
         "of one length"

@@ -92,7 +92,7 @@ class SplitFacts:
     float32_names: Callable[[], frozenset[str]] = frozenset
     whole_bytes: tuple[int, ...] = ()
     has_router_loss: bool = False
-    mask_problem: str = ""
+    mask_problem: Callable[[], str] = str
 
 
 class SplitModel:
@@ -110,8 +110,9 @@ class SplitModel:
             (the hidden tokens, -100 elsewhere) or "supervised".
         tied: groups of uses of the parameters that more than one layer uses.
         virtual: profile of each layer of a paced model; empty: the model is not paced.
-        mask_problem: the sentence why samples of unequal length cannot be given with a mask that
-            hides their padding; empty: they can, or the layers are the user's.
+        mask_problem: function that returns the sentence why the model cannot be given samples of
+            unequal length, with a mask that hides their padding; "": it can, or the layers are the
+            user's.
         config, notes, float32_names, vocabulary_size: the same as in `SplitFacts`.
     """
 
