@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from helpers.jobs import tiny_job
 from helpers.linked_ranks import num_descriptors
-from planaria.core.job import JobConfig
+from planaria.core.job import DataConfig, JobConfig
 from planaria.core.plan import (
     LayerProfile,
     Link,
@@ -23,12 +23,14 @@ from planaria.core.plan import (
     recomputing_profile,
     scaled_profile,
 )
+from planaria.data.batches import Batches
 from planaria.engine import profiler, stage
 from planaria.engine.devices import LateDevice, usable_bytes
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
 from planaria.estimator.peak_memory import _state_bytes
 from planaria.models.layers import SplitModel, TiedGroup
+from planaria.models.packing import bring, unpack
 from planaria.profiles.profile_json import decode_profile, encode_profile
 from planaria.transport.links import Links
 from planaria.transport.timekeeping import Timekeeper
@@ -112,6 +114,46 @@ def test_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
     # Two moments, and a step count of 8 bytes for each of the four parameters.
     assert block.optimizer_bytes == 2 * block.parameter_bytes + 4 * 8
     assert block.output_bytes == 4 * 2 * 24
+
+
+class _Texts:
+    """Rows of 5 and of 12 token ids, in turns, with a class each."""
+
+    vocabulary_size = 20
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.arange(12 if index % 2 else 5), index % 2
+
+
+def texts() -> _Texts:
+    """Data of a job, by the name of this function."""
+    return _Texts()
+
+
+def test_bytes_between_layers_are_those_of_the_mask_too(tmp_path: Path) -> None:
+    """It travels with the hidden states of a padded microbatch."""
+    job = tiny_job("bert", tmp_path, microbatch_size=10)
+    classes = {"architectures": ["BertForSequenceClassification"], "num_labels": 2}
+    job = replace(
+        job,
+        model=replace(job.model, config={**job.model.config, **classes}),
+        data=DataConfig(kind="python", target=f"{__name__}:texts", sequence_length=16),
+    )
+    model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
+    dataset = load_data(job, objective=model.objective, cache_directory=tmp_path)
+    inputs = bring(Batches(dataset, job.training, iteration=0).inputs(0), lambda tensor: tensor)
+    sent = model.materialise(0)(inputs)
+
+    profile = profiler.profile_model(job, model, dataset)
+
+    hidden_BLD, mask = unpack(sent)
+    assert hidden_BLD.shape == (10, 12, 16)
+    assert "5,7" in mask
+    assert {layer.output_bytes for layer in profile.layers[:-1]} == {sent.nbytes}
+    assert sent.nbytes >= hidden_BLD.nbytes + len(mask)
 
 
 def test_checkpointing_keeps_the_input_alone_and_pays_a_forward(tmp_path: Path) -> None:
