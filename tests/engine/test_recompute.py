@@ -13,7 +13,7 @@ from planaria.engine import stage as stage_module
 from planaria.engine.prepare import split_model
 from planaria.engine.recompute import _is_kept
 from planaria.engine.stage import RankStage
-from planaria.models import hf_layers
+from planaria.models import hf_arguments
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16}
 OPT = {
@@ -87,7 +87,7 @@ def test_a_backward_may_find_the_arguments_of_its_blocks_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Microbatches of other lengths have run since; the model's own forward runs once more."""
-    monkeypatch.setattr(hf_layers, "_ARGUMENTS_BYTES", 1)
+    monkeypatch.setattr(hf_arguments, "_ARGUMENTS_BYTES", 1)
     torch.set_num_threads(1)
     sums: list[list[Tensor]] = []
     for mode in MODES:
