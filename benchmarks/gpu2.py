@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from gpu.jobs import Runner, Started, Tables, merged, write_text
-from gpu.running import ROOT, machine_facts, run_command, say
+from gpu.running import ROOT, comm_tests, machine_facts, run_command, say
 
-# tests/conftest.py needs packages that a machine without a network may not have.
-_FILE: Final = str(ROOT / "tests" / "engine" / "comm" / "test_device_comm.py")
-TESTS: Final = (sys.executable, "-m", "pytest", "-q", "--noconftest", "-k", "nccl", _FILE)
+TESTS: Final = comm_tests("nccl")
 # Device memory that holds half of the model, but not all of it: half takes 13 MB, all of it 20.
 STAGE_BYTES: Final = 16_500_000
 CLUSTER: Final = {"nodes": 2, "transport": "nccl"}

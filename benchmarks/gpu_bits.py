@@ -15,6 +15,8 @@ process on the same GPU. The parts, in the order of their importance:
     bfloat16    GPT-2 in bfloat16 with float32 masters, with a loss
     memory      twenty recoveries; the GPU memory in use does not grow
     copies      the loss of all holders of a stage, whose copies went through the GPU in chunks
+    comm        the tests that every transport must pass, over links on the GPU, and the abort of a
+                group of NCCL whose peer never comes (needs pytest)
 
 Each part is independent of the others, but for the hashes of `gpt2`, which it runs anew if they are
 missing. Logs, job files and reports are kept in --directory. Exits 2 without a GPU, 1 if a part
@@ -22,6 +24,7 @@ failed or missed its goal. `--device cpu --small` tries everything out on a proc
 """
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +40,16 @@ from gpu.running import (
     Row,
     accelerator,
     begin_parts,
+    comm_tests,
     last_json,
     run_command,
     say,
 )
 
-PARTS: Final = ("gpt2", "kills", "harder", "llama", "plain", "bfloat16", "memory", "copies")
+PARTS: Final = (
+    *("gpt2", "kills", "harder", "llama", "plain", "bfloat16", "memory", "copies"),
+    "comm",
+)
 NUM_NODES: Final = 6
 NUM_RECOVERIES: Final = 20
 SETTLED: Final = 5
@@ -227,6 +234,16 @@ class _Bits:
             f"{RELATIVE_GOAL:.0e}: {'met' if is_met else 'MISSED'}"
         )
         return [{"name": "plain", "seconds": ended.seconds, **found, "is_met": is_met}]
+
+    def comm(self) -> list[Row]:
+        """The tests of what goes between ranks."""
+        if importlib.util.find_spec("pytest") is None:
+            raise NotRunError("its Python has no pytest")
+        chosen = f"host and {self.runner.torch_device} or nccl_itself"
+        log = self.runner.directory / "comm" / "log"
+        ended = run_command(comm_tests(chosen), log=log, timeout_s=self._timeout_s())
+        say(f"   tests of {chosen}: {ended.problem or 'passed'}")
+        return [{"name": "comm", "seconds": ended.seconds, "is_met": not ended.problem}]
 
     def memory(self) -> list[Row]:
         """GPU memory over many recoveries."""

@@ -31,6 +31,10 @@ TAIL_LINES: Final = 40
 _KILL_TIMEOUT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 
+# tests/conftest.py needs packages that a machine without a network may not have.
+_COMM_TESTS: Final = (sys.executable, "-m", "pytest", "-q", "-rs", "--noconftest")
+_COMM_FILES: Final = ("test_device_comm.py", "test_nccl_comm.py")
+
 Row = dict[str, Any]
 
 
@@ -146,6 +150,16 @@ def run_command(
         finally:
             _end_group(process)
     return Ended(code, time.monotonic() - began_s, log)
+
+
+def comm_tests(chosen: str) -> tuple[str, ...]:
+    """The command that runs tests of what goes between ranks; it needs pytest.
+
+    Args:
+        chosen: expression of pytest's option -k.
+    """
+    files = (str(ROOT / "tests" / "engine" / "comm" / name) for name in _COMM_FILES)
+    return (*_COMM_TESTS, "-k", chosen, *files)
 
 
 def _die_with_parent() -> Callable[[], None]:

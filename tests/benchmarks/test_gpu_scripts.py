@@ -20,7 +20,7 @@ import gpu_bits
 import gpu_speed
 from gpu.jobs import JobRun, Runner, Started, toml_text, write_text
 from gpu.memory_watch import Sample, growth
-from gpu.running import Ended, NotRunError, Parts, Row, last_json, run_command
+from gpu.running import Ended, NotRunError, Parts, Row, comm_tests, last_json, run_command
 from helpers.command import wait_for
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.job import JobConfig
@@ -200,6 +200,29 @@ def test_the_job_file_of_the_speed_is_accepted(
     job = _loaded(toml_text(tables), tmp_path)
     tokens = job.training.global_batch_size * job.data.sequence_length
     assert tokens == (256 if words else 1 << 19)
+
+
+def test_the_comm_of_a_device_is_tested_if_there_is_pytest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests of its kind alone, and that of NCCL itself, which is skipped without a GPU."""
+    bits = _bits(tmp_path, size=gpu_bits.SMALL)
+    real = comm_tests
+    monkeypatch.setattr(
+        gpu_bits, "comm_tests", lambda chosen: (*real(chosen), "--collect-only", "-vv")
+    )
+
+    (row,) = bits.comm()
+    names = (tmp_path / "comm" / "log").read_text().splitlines()
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _: None)
+        with pytest.raises(NotRunError, match="no pytest"):
+            bits.comm()
+
+    assert row["is_met"]
+    tests = [name for name in names if "<Function" in name]
+    assert len(tests) >= 10
+    assert all("host cpu" in name or "nccl_itself" in name for name in tests)
 
 
 def test_the_tests_on_two_gpus_need_no_package_but_pytest(tmp_path: Path) -> None:
