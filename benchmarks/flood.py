@@ -217,7 +217,7 @@ def _replay(address: Address, credentials: Credentials, count: "Count[int]") -> 
 
 async def _recorded(address: Address, credentials: Credentials) -> bytes:
     """What a client sends that proves to have the token file, and says nothing then."""
-    recorded = bytearray()
+    recorded, is_over = bytearray(), asyncio.Event()
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -233,12 +233,13 @@ async def _recorded(address: Address, credentials: Credentials) -> bytes:
             far_writer.write(data)
         far_writer.close()
         await back
+        is_over.set()
 
     async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
         spied = server.sockets[0].getsockname()
         _, writer = await connect(spied, Purpose.REQUEST, credentials, timeout_s=_TIMEOUT_S)
         writer.close()
-        await writer.wait_closed()
+        await is_over.wait()
     return bytes(recorded)
 
 
