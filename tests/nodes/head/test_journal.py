@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import RawIOBase
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -257,8 +258,11 @@ def test_a_full_disk_ends_the_store_and_loses_nothing(
     asyncio.run(run())
 
 
-def test_a_journal_goes_on_where_saves_have_filled_its_disk(tmp_path: Path) -> None:
-    """Until it has used up what it took in advance."""
+@pytest.mark.parametrize("rewrite_bytes", [1 << 20, 50_000])
+def test_a_journal_goes_on_where_saves_have_filled_its_disk(
+    rewrite_bytes: int, tmp_path: Path
+) -> None:
+    """Until it has used up what it took in advance, which it gives up for no shorter file."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
@@ -266,19 +270,23 @@ def test_a_journal_goes_on_where_saves_have_filled_its_disk(tmp_path: Path) -> N
         pytest.skip("mounting is not allowed here")
     num_records = 0
 
-    async def write_until_refused() -> None:
+    async def write_until_refused(saves: RawIOBase) -> None:
         nonlocal num_records
-        async with open_store(disk, now_s=lambda: 0.0) as store:
-            with (disk / "saves").open("wb", buffering=0) as saves, suppress(OSError):
-                while True:
-                    saves.write(bytes(4096))
+        async with open_store(disk, now_s=lambda: 0.0, rewrite_bytes=rewrite_bytes) as store:
+            space = os.statvfs(disk)
+            saves.write(bytes(space.f_bavail * space.f_frsize - (64 << 10)))
             with suppress(StoreError):
                 while True:
                     await store.put("a", bytes(1000))
                     num_records += 1
+                    if num_records == 100:
+                        with suppress(OSError):
+                            while True:
+                                saves.write(bytes(4096))
 
     try:
-        asyncio.run(write_until_refused())
+        with (disk / "saves").open("wb", buffering=0) as saves:
+            asyncio.run(write_until_refused(saves))
         (entry,) = asyncio.run(contents(disk)).entries
     finally:
         subprocess.run(["umount", str(disk)], check=True)

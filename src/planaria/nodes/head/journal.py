@@ -26,6 +26,7 @@ is left behind in its thread. A journal that cannot be replaced by a snapshot ju
 import asyncio
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import os
@@ -57,6 +58,7 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 _RESERVED_BYTES_MAX: Final = 1 << 24
 _RESERVED_SHARE: Final = 16  # At most one part in so many of what is free.
 _KEEP_SIZE: Final = 1  # FALLOC_FL_KEEP_SIZE
+_STATUS_BLOCK_BYTES: Final = 512  # Unit of st_blocks, whatever blocks the file system has.
 _REWRITE_FACTOR: Final = 4  # Journal size per snapshot size; rewriting costs 1/4 of appending.
 
 
@@ -290,6 +292,7 @@ class _FileJournal:
         if not bodies or has_record(content, after=self._num_bytes):
             raise _damaged_error(self._path, self._num_bytes)
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        held = _reserved_bytes(self._fd)  # Cutting the file off gives them up.
         if self._num_bytes < len(content):
             logger.warning("%s: cut at byte %d, in a torn write", self._path, self._num_bytes)
             os.ftruncate(self._fd, self._num_bytes)
@@ -297,7 +300,8 @@ class _FileJournal:
         os.fsync(self._fd)
         self._sync_name()
         self._set_rewrite_bytes(len(bodies[0]))
-        _reserve(self._fd, behind=self._num_bytes)
+        with contextlib.suppress(OSError):
+            _reserve(self._fd, behind=self._num_bytes, least_bytes=held)
         state, changes = decode_bodies(self._path, bodies)
         self._superseded = _newly_superseded(state, changes)
         self._state = state_after(state, changes, now_s=0.0)
@@ -398,12 +402,18 @@ class _FileJournal:
         self._superseded = []
 
     def _rewrite(self, state: StoreState) -> None:
-        """Replaces the file, if any, by one that contains only a snapshot."""
+        """Replaces the file, if any, by one that contains only a snapshot.
+
+        It needs as many blocks in advance as the file still has: on a full disk these are worth
+        more than a short file.
+        """
         record = snapshot_record(state)
         flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT | os.O_TRUNC
         fd = os.open(self._partial, flags, 0o600)
         try:
             _write_synced(fd, record)
+            held = _reserved_bytes(self._fd) if self._fd >= 0 else 0
+            _reserve(fd, behind=len(record), least_bytes=held)
             os.replace(self._partial, self._path)
         except OSError:
             os.close(fd)
@@ -414,7 +424,6 @@ class _FileJournal:
         self._fd = fd
         self._is_named = False
         self._num_bytes = len(record)
-        _reserve(fd, behind=self._num_bytes)
         self._set_rewrite_bytes(len(record))
 
     def _set_rewrite_bytes(self, snapshot_bytes: int) -> None:
@@ -517,20 +526,32 @@ def _write(fd: int, content: bytes) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def _reserve(fd: int, *, behind: int) -> None:
+def _reserved_bytes(fd: int) -> int:
+    """Bytes of the blocks that a file has behind its end."""
+    status = os.fstat(fd)
+    return max(0, status.st_blocks * _STATUS_BLOCK_BYTES - status.st_size)
+
+
+def _reserve(fd: int, *, behind: int, least_bytes: int) -> None:
     """Allocates blocks behind a file's end, if the file system can, and leaves its size as it is.
 
     A call that fails for want of space may keep what it got, so few of the free blocks are taken.
 
     Args:
         behind: size of the file, in bytes.
+        least_bytes: number of bytes that are allocated whatever is free.
+
+    Raises:
+        OSError: there is no room for these.
     """
     space = os.fstatvfs(fd)
     free_bytes = space.f_bavail * space.f_frsize
-    num_bytes = min(_RESERVED_BYTES_MAX, free_bytes // _RESERVED_SHARE)
-    if num_bytes:
-        offset, size = ctypes.c_long(behind), ctypes.c_long(num_bytes)
-        ctypes.CDLL(None).fallocate(fd, _KEEP_SIZE, offset, size)
+    num_bytes = min(_RESERVED_BYTES_MAX, max(least_bytes, free_bytes // _RESERVED_SHARE))
+    libc, sizes = ctypes.CDLL(None, use_errno=True), map(ctypes.c_long, (behind, num_bytes))
+    if num_bytes and libc.fallocate(fd, _KEEP_SIZE, *sizes):
+        code = ctypes.get_errno()
+        if least_bytes and code in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(code, os.strerror(code))
 
 
 def _sync_directory(directory: Path) -> None:
