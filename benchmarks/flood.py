@@ -228,9 +228,10 @@ async def _recorded(address: Address, credentials: Credentials) -> bytes:
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(*address)
         back = asyncio.create_task(forward(far_reader, writer))
-        while data := await reader.read(1 << 16):
-            recorded.extend(data)
-            far_writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                recorded.extend(data)
+                far_writer.write(data)
         far_writer.close()
         await back
         is_over.set()

@@ -233,6 +233,7 @@ def test_a_stop_breaks_an_evaluation_off_unless_it_may_end_training(
     assert [record.iteration for record in result.report.evaluations] == [2] * bool(patience)
     assert num_noted == num_all if patience else num_noted < num_all
     assert result.report.final.checkpoint.endswith("3-0")
+    assert result.report.ledger["evaluation"] > 0.5
 
 
 def odd(output: Tensor, _: Tensor) -> float:

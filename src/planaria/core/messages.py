@@ -135,6 +135,7 @@ class Evaluated(Message, frozen=True, kw_only=True):
     Attributes:
         iteration: number of iterations applied to the parameters.
         loss: mean over the targets; None: it is not a number, which JSON cannot say.
+        num_samples: number of samples; 0: the job was asked to stop, and there is no result.
         metrics: the same of each further number, by name.
         seconds: seconds that this rank took.
     """

@@ -247,7 +247,7 @@ class Recorder:
                 at_s=message.now_s - self.ledger.start_s,
             )
             for iteration, evaluated in sorted(reported.items())
-            if iteration not in self.evaluations
+            if evaluated.num_samples and iteration not in self.evaluations
         )
         self.evaluations |= {record.iteration: record for record in records}
         return records

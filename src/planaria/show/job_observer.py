@@ -250,6 +250,8 @@ class JobObserver:
                 f"held-out data were not evaluated after {count_text(num_done, 'iteration')}: a "
                 "node was lost, or a stop was requested, while that was to be done"
             )
+        elif any(not of.num_samples for report in message.reports for of in report.evaluated):
+            self._display.note("an evaluation was broken off, because the job is to stop")
         if message.ends and any(report.early for report in message.reports):
             reason = "training has ended: the loss of held-out data is not lower any more"
             self._recorder.add_event("early", iteration=message.iteration, reason=reason)

@@ -260,6 +260,9 @@ class Evaluator:
         num_targets = sum(targets) or math.nan
         seconds = time.monotonic() - begin_s
         if sum(evaluated) < count:
+            self._evaluation.untold[age] = Evaluated(
+                iteration=age, loss=None, num_samples=0, num_targets=0, seconds=seconds
+            )
             return seconds
         result = Evaluated(
             iteration=age,
