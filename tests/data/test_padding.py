@@ -11,7 +11,7 @@ from torch import Tensor
 from helpers.saved_datasets import load, saved_dataset
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.batches import microbatch, num_targets
-from planaria.data.datasets import load_dataset, load_held_out, vocabulary_size
+from planaria.data.datasets import UserDataset, load_dataset, load_held_out, vocabulary_size
 from planaria.data.padding import NO_PADDING, padding_token, refuse_unhidden_padding
 from planaria.data.text import IGNORED
 from planaria.errors import ConfigError
@@ -235,6 +235,27 @@ def test_padding_has_the_id_that_the_model_has_for_it(config: dict[str, Any], pa
 
     assert padding_token(model, objective="masked", vocabulary_size=100) == padding
     assert padding_token(model, objective="causal", vocabulary_size=100) == NO_PADDING
+
+
+def test_padding_has_the_id_of_a_model_whose_vocabulary_nobody_names() -> None:
+    """The model has its own then, and 0 may be a word."""
+    pytest.importorskip("transformers")
+    model = ModelConfig(config={"model_type": "roberta"})
+
+    assert padding_token(model, objective="supervised", vocabulary_size=0) == 1
+
+
+def test_bytes_beside_padded_rows_are_targets_that_can_count_nothing() -> None:
+    """-100 is 156 in a byte, which is trained on. A row without tokens is padding alone."""
+    rows = [torch.arange(length) for length in (3, 2, 0)]
+    items = [(row, row.to(torch.uint8)) for row in rows]
+    dataset = UserDataset(items, "items", "supervised", None, len(items), padding=0)
+
+    _, targets = microbatch(dataset, np.array([0, 1]), seed=0)
+
+    assert targets.tolist() == [[0, 1, 2], [0, 1, -100]]
+    with pytest.raises(ConfigError, match=r"sample 2.*no tokens"):
+        microbatch(dataset, np.array([0, 2]), seed=0)
 
 
 def test_rows_to_pad_are_refused_where_no_mask_hides_that(tmp_path: Path) -> None:

@@ -211,15 +211,20 @@ def test_what_would_be_silently_wrong_is_refused(
 
 
 def test_a_model_that_pads_samples_itself_is_refused_where_they_are_padded() -> None:
-    """Longformer pads to a multiple of its window, and the others' mask would be too short."""
+    """Longformer pads to a multiple of its window, and the others' mask would be too short. Samples
+    of one length it would pad in silence."""
     config = {"model_type": "longformer", **SIZES, **NO_DROPOUT, "attention_window": 8}
-    embedding = split_of(config, sequence_length=16).materialise(0)
+    split = split_of(config, sequence_length=16)
+    embedding = split.materialise(0)
     ids_BL = torch.full((2, 14), 7)
     mask_BL = torch.ones_like(ids_BL)
     mask_BL[0, 5:] = 0
 
-    with pytest.raises(ConfigError, match="the model itself pads such samples to 16 tokens"):
+    assert "it pads samples itself" in split.mask_problem()
+    with pytest.raises(ConfigError, match=r"would see padding.* it pads samples itself"):
         embedding(pack({"input_ids": ids_BL, "attention_mask": mask_BL}, "data"))
+    with pytest.raises(ConfigError, match="the model itself pads such samples to 16 tokens"):
+        embedding(ids_BL)
 
 
 def test_a_head_that_reads_the_mask_has_its_ghosts_beside_it() -> None:

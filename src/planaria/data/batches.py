@@ -405,6 +405,9 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Any
         _refuse_padding(inputs, samples)
     padding = getattr(dataset, "padding", NO_PADDING)
     if padding != NO_PADDING and _are_unequal_rows(inputs):
+        if not all(map(len, inputs)):
+            number = next(n for n, ids in zip(samples, inputs, strict=True) if not len(ids))
+            raise ConfigError("data", f"sample {number}", "it has no tokens; leave it out")
         return _rows_beside_mask(inputs, padding), _stack_beside(targets, inputs, samples)
     return (
         _stack_parts(inputs, samples, padding=0 if is_causal else None),
@@ -428,8 +431,10 @@ def _rows_beside_mask(rows: Sequence[Tensor], padding: int) -> dict[str, Tensor]
 def _stack_beside(targets: Sequence[Any], rows: Sequence[Tensor], numbers: np.ndarray) -> Any:
     """The targets of padded rows, padded like these if each token has one."""
     pairs = zip(targets, rows, strict=True)
-    are_per_token = all(isinstance(t, Tensor) and t.shape == row.shape for t, row in pairs)
-    return _stack_parts(targets, numbers, padding=IGNORED if are_per_token else None)
+    if not all(isinstance(t, Tensor) and t.shape == row.shape for t, row in pairs):
+        return _stack_parts(targets, numbers, padding=None)
+    signed = [t if t.dtype.is_signed else t.to(torch.int64) for t in targets]
+    return _stack_parts(signed, numbers, padding=IGNORED)
 
 
 def row_major(tensor: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ def padding_token(model: ModelConfig, *, objective: str, vocabulary_size: int) -
         model_type = keys.get("model_type", "")
         is_known = model_type in CONFIG_MAPPING
         token = getattr(CONFIG_MAPPING[model_type](), _PADDING, None) if is_known else None
-        if token is not None and token >= keys.get("vocab_size", vocabulary_size):
+        bound = keys.get("vocab_size", vocabulary_size)
+        if token is not None and 0 < bound <= token:
             token = None
     return token if isinstance(token, int) and token >= 0 else 0
 

@@ -143,22 +143,22 @@ def saved_dataset(
         refuse_unshifted_labels(model, path)
     num_ids = num_row_ids(saved, data.path, cache_directory)
     padding = padding_token(model, objective=objective, vocabulary_size=num_ids)
-    num_least = _num_least(data, objective, padding)
     checked = names if objective != "supervised" else ["input_ids"]
     kept = _kept_lengths(saved, data, cache_directory)
-    row_lengths = _sample_lengths(saved, checked, data, num_least=num_least, kept=kept)
+    row_lengths = _sample_lengths(
+        saved, checked, data, objective=objective, padding=padding, kept=kept
+    )
     if counts_padding(model):
         refuse_unequal_rows(row_lengths, data.path)
-    rows = saved.with_format("numpy", columns=names)
+    rows, length = saved.with_format("numpy", columns=names), data.sequence_length
     if "labels" in names:
         _check_labels(rows, data.path)
         per_token = labels_are_per_token(saved, objective, data.path)
-        length = data.sequence_length
         return LabelledRows(rows, objective, length, num_ids, row_lengths, per_token, padding)
     return TokenDataset(
-        _TokenRows(rows, data.sequence_length, row_lengths),
+        _TokenRows(rows, length, row_lengths),
         objective,
-        data.sequence_length,
+        length,
         num_ids,
         lengths=row_lengths if len(row_lengths) else None,
         special=special_tokens(model.path) if objective == "masked" else None,
@@ -351,25 +351,27 @@ def _sample_lengths(
     columns: Sequence[str],
     data: DataConfig,
     *,
-    num_least: int,
+    objective: str,
+    padding: int,
     kept: npt.NDArray[np.int32],
 ) -> npt.NDArray[np.int32]:
     """Number of tokens of each row as a sample; empty if none is shorter than others.
 
     Args:
         columns: columns with a number for each token.
-        num_least: number of tokens that a row must have. Where it is less than sequence_length,
-            padding changes nothing: each token sees only those before it, or a mask hides it.
+        padding: see `padding_token`.
         kept: number of tokens of each row without padding; empty if there is none.
 
     Raises:
         ConfigError: the columns are not lists of integers, are too short or differ in length, or
             see `refuse_inner_padding`.
     """
-    may_be_cut = num_least < data.sequence_length
+    # Else each token sees those behind it, and no mask hides what is padded.
+    may_be_cut = objective == "causal" or padding != NO_PADDING
     refuse_inner_padding(
         kept, data.path, sequence_length=data.sequence_length, may_be_cut=may_be_cut
     )
+    num_least = _num_least(data, objective, padding)
     lengths, *others = (_checked_lengths(saved, name, data, num_least, kept) for name in columns)
     if not all(np.array_equal(lengths, some) for some in others):
         remedy = "a row of its column labels has not the length of that of input_ids"

@@ -118,7 +118,7 @@ class _Embedding(nn.Module):
         if any(buffer.device != inputs.device for buffer in model.buffers()):
             model.to(inputs.device)
         hidden_BLD = self._frame.hidden_states(arguments, _leave)
-        if mask:
+        if not self._frame.inputs.image:
             refuse_own_padding(arguments[IDS].shape[1], hidden_BLD.shape[1])
         return boundary(with_mask(hidden_BLD, mask), "embedding")
 

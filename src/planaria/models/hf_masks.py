@@ -8,7 +8,8 @@ it for this mask, and passes the mask on. So a rank needs no more than what the 
 On its way the mask is a text: the lengths of the runs of ones and zeros of each sample, such as
 "5,3;8;0,2,6" for five tokens and three of padding, for eight tokens, and for padding on the left.
 It is part of the description of a packed tensor (packing.py), which the host reads in any case, so
-that looking up the arguments of a mask makes no device wait. A mask of ones is no mask.
+that looking up the arguments of a mask that has come before makes no device wait. A mask of ones is
+no mask.
 """
 
 import copy
@@ -92,11 +93,17 @@ def _mask_use(frame: Frame, *, sequence_length: int) -> MaskUse:
         # With a head over a large vocabulary a whole forward of many tokens would take seconds.
         is_read = _reach(frame, num_tokens=sequence_length, stops_at_head=True)
         is_for_head = _reach(frame, num_tokens=2, stops_at_head=False)
+    except _PaddedByModelError:
+        return MaskUse("it pads samples itself")
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         return MaskUse(f"its code cannot be run with an {MASK} ({error})")
     if not (is_read or is_for_head):
         return MaskUse(f"nothing in it reads the {MASK}")
     return MaskUse("", is_for_head)
+
+
+class _PaddedByModelError(Exception):
+    """Raised where the model's forward has padded the samples itself."""
 
 
 class _BlocksPassed(Exception):
@@ -115,6 +122,8 @@ def _reach(frame: Frame, *, num_tokens: int, stops_at_head: bool) -> bool:
     marks: list[bool] = []
 
     def pass_by(index: int, hidden_BLD: Tensor, call: Call) -> Tensor:
+        if hidden_BLD.shape[1] != num_tokens:
+            raise _PaddedByModelError
         marks.extend(isinstance(t, _Marked) for t in (hidden_BLD, *call.tensors()))
         if stops_at_head and index == num_blocks - 1:
             raise _BlocksPassed
