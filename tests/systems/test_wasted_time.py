@@ -59,6 +59,17 @@ def test_a_lost_node_costs_what_the_system_keeps_its_state_for(system: System, t
     assert result.wasted[tier]["transfer_s"] == pytest.approx(result.ledger["transfer"])
 
 
+@pytest.mark.parametrize("system", [*FROM_PEERS[1:], Gemini(), *FROM_SAVES], ids=named)
+def test_a_loss_while_a_job_starts_is_no_recovery(system: System) -> None:
+    """There is no state yet that anybody could keep."""
+    costs = replace(COSTS, startup_s=300.0)
+    events = (Occurrence(100.0, LOST, (3,)), Occurrence(150.0, BACK, (3,)))
+    of = two_deep(microbatches=16, memory_bytes=200_000_000_000)
+    result = outcome(replace(of, horizon_s=1000.0), *events, costs=costs, system=system)
+
+    assert sum(tier["recoveries"] for tier in result.wasted.values()) == 0.0
+
+
 def test_gemini_wastes_what_its_equation_says() -> None:
     """Equation 1 without the detection and the start of processes: the iteration in flight and the
     one whose copy was under way, two copies to serialise, and the state of a node to fetch."""

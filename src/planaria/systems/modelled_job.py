@@ -144,7 +144,7 @@ class ModelledJob:
         self._num_posted = 0
         self._phases: deque[tuple[Category, float]] = deque()  # With the times at which they end.
         self._trains = True  # Whether training follows the phases; else the job waits for nodes.
-        self._has_begun = False
+        self._has_begun = self._has_trained = False
         self._has_ended = True  # Whether the job does not run, and is not started again yet.
         self._starts_until_s = 0.0  # Time until which not every node holds its state.
         self._at_commit: Callable[[float], None] | None = None
@@ -298,8 +298,8 @@ class ModelledJob:
 
     def recover(self, tier: SourceTier) -> None:
         """Says that a job that has stopped goes on with a state that this tier keeps, or an older
-        one if it says so, too."""
-        if self._has_begun:
+        one if it says so, too. One that has not trained yet has none to recover."""
+        if self._has_trained:
             self.account.recover(tier)
 
     def end(self) -> None:
@@ -340,6 +340,7 @@ class ModelledJob:
     def _stop(self, now_s: float, *, lost_s: float) -> None:
         self.account.settle(self.saves.newest)
         if self.is_training:
+            self._has_trained = True
             self.account.close_recovery()
             kept_until_s = max(self.account.now_s, now_s - lost_s)
             done_s = self._iteration_s - (self._next_commit_s - kept_until_s)
@@ -382,6 +383,7 @@ class ModelledJob:
         if self.account.has_part and number > 1:  # The others are alike.
             self._commit(1)
             number -= 1
+        self._has_trained = True
         end_s = self._next_commit_s + (number - 1) * self._iteration_s
         self.account.train(number, end_s, self._shares)
         num_committed = self.account.num_iterations
