@@ -205,10 +205,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _never() -> bool:
-    return False
-
-
 class Evaluator:
     """One rank's part of the evaluations of one epoch."""
 
@@ -234,7 +230,6 @@ class Evaluator:
         Args:
             is_stopping: function that tells whether the job is asked to stop.
         """
-        leaves_out = _never if self._evaluation.ends_training else is_stopping
         begin_s = time.monotonic()
         held_out, names = self._evaluation.held_out, sorted(self._evaluation.metrics)
         count = held_out.num_microbatches
@@ -244,7 +239,7 @@ class Evaluator:
             for index in range(count):
                 self._comm.check()
                 route = self._routes[index % len(self._routes)]
-                self._run_microbatch(route, age, index, sums[:, index], leaves_out=leaves_out)
+                self._run_microbatch(route, age, index, sums[:, index], is_stopping)
             for rank in sorted(self._untaken):
                 self._wait_taken(rank, at_most=0)
         self._comm.check()  # A receive that was aborted may have ended as if all were well.
@@ -285,8 +280,7 @@ class Evaluator:
         age: int,
         index: int,
         sums: np.ndarray,
-        *,
-        leaves_out: Callable[[], bool],
+        is_stopping: Callable[[], bool],
     ) -> None:
         """Runs this rank's hops of a microbatch; writes its sums, if it ends on this rank."""
         held_out, hidden = self._evaluation.held_out, None
@@ -298,7 +292,7 @@ class Evaluator:
                 tag = Tag(Channel.EVALUATE, age, index, number)
                 hidden = self._comm.receive(route[number - 1].rank, tag)
             is_last = number == len(route) - 1
-            if hidden is None and leaves_out():
+            if hidden is None and not self._evaluation.ends_training and is_stopping():
                 hidden = _LEFT_OUT.to(self._stage.device.place)
             if hidden is None or hidden.dim() > 0:
                 hidden = self._compute(hop, hidden, age, index, sums if is_last else None)

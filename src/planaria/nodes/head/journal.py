@@ -4,8 +4,8 @@
     {directory}/archive     records of superseded entries that are not in the journal any more
     {directory}/lock        locked by the process that has the store open
 
-Writers wait until a flush has written their changes
-to the disk; changes that arrive in the meantime share the next flush.
+Writers wait until a flush has written their changes to the disk; changes that arrive in the
+meantime share the next flush. The form of a record is in journal_records.py.
 
 A torn record at the end of the file, left by a crash, was never acknowledged and is cut off. A bad
 record with a good one after it is damage, and the store refuses to open. (Damage to the very last
@@ -16,8 +16,9 @@ fast on the last day of a job as on the first. A crash between the two steps lea
 twice in the archive. The archive is never synced: its readers run on this machine before the
 machine restarts.
 
-Blocks behind the journal's end are allocated in advance. So the journal goes on where saves have
-filled its disk, and all that is lost are newer saves.
+Blocks behind the journal's end are allocated in advance, so that saves which fill its disk do not
+stop it. They are given up for no shorter file: without room for as many behind a snapshot, the
+journal grows.
 
 A disk that does not answer in time is treated like one that refuses; a write that still hangs then
 is left behind in its thread. A journal that cannot be replaced by a snapshot just goes on growing.
