@@ -1,4 +1,4 @@
-"""A server of the part of Kubernetes' API that a head uses: the pods of one namespace.
+"""A server of the part of Kubernetes' API that a head uses: machines, and pods of one namespace.
 
     python -m helpers.fake_kubernetes DIRECTORY HOST
 
@@ -45,6 +45,9 @@ class FakeKubernetes:
         account: directory with the service account.
         environment: variables of a pod.
         refusal: status with which everything is answered; 0: with what it should be.
+        rights: what the service account may do with machines: "get", "patch".
+        conditions: those of each machine, by type, beside that it is ready.
+        cordoned: machines that get no pods any more, by request.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,6 +60,9 @@ class FakeKubernetes:
         self._patched = directory / "patched.jsonl"
         self.environment: dict[str, str] = {}
         self.refusal = 0
+        self.rights: set[str] = set()
+        self.conditions: dict[str, dict[str, str]] = {}
+        self.cordoned: list[str] = []
 
     def put_pod(
         self,
@@ -67,12 +73,14 @@ class FakeKubernetes:
         phase: str = "Running",
         verdict: str = "",
         networks: str = "",
+        machine: str = "host-3",
     ) -> None:
         """Makes a pod of a Job, or changes it; of no Job if that has no name.
 
         Args:
             verdict: reason why the pod is not ready; "": it is.
             networks: what Multus says of the pod's networks; "": there is no Multus.
+            machine: the machine that it runs on.
         """
         ready = {"type": "Ready", "status": "False" if verdict else "True", "reason": verdict}
         pod = {
@@ -83,6 +91,7 @@ class FakeKubernetes:
                 "finalizers": [_FINALIZER] if job else [],
                 **({"annotations": {_NETWORKS: networks}} if networks else {}),
             },
+            "spec": {"nodeName": machine},
             "status": {"podIP": address, "phase": phase, "conditions": [ready]},
         }
         self._write(name, pod)
@@ -124,6 +133,9 @@ class FakeKubernetes:
         if self.refusal or headers.get("Authorization") != f"Bearer {_TOKEN}":
             return self.refusal or 401, {"kind": "Status", "message": "no, says the test"}
         url = urllib.parse.urlsplit(path)
+        if url.path.startswith("/api/v1/nodes/"):
+            content = headers.get("Content-Type")
+            return self._machine_answer(method, url.path.rpartition("/")[2], content, body)
         prefix = f"/api/v1/namespaces/{NAMESPACE}/pods"
         pods = self.pods
         if method == "GET" and url.path == prefix:
@@ -154,6 +166,20 @@ class FakeKubernetes:
             return 405, {"kind": "Status", "message": f"the test knows no {method} of {url.path}"}
         self._write(name, pod)
         return 200, pod
+
+    def _machine_answer(
+        self, method: str, name: str, content: str | None, body: bytes
+    ) -> tuple[int, Any]:
+        """The same for a request for a machine, of which the service account may have no right."""
+        if method.lower() not in self.rights:
+            return 403, {"kind": "Status", "message": f"cannot {method.lower()} resource nodes"}
+        if method == "PATCH":
+            if content != _PATCH or json.loads(body) != {"spec": {"unschedulable": True}}:
+                return 422, {"kind": "Status", "message": f"what is {body!r}"}
+            self.cordoned.append(name)
+        kinds = {"Ready": "True", "MemoryPressure": "False"} | self.conditions.get(name, {})
+        conditions = [{"type": kind, "status": value} for kind, value in kinds.items()]
+        return 200, {"kind": "Node", "status": {"conditions": conditions}}
 
 
 def _entries(path: Path) -> list[Any]:

@@ -70,6 +70,7 @@ class Machines:
         directory: directory that all hosts see.
         node_hosts: hosts with such agents.
         agents: commands of the newest agents, by the index of their host.
+        head_environment: variables that heads have beside those of the agents.
     """
 
     def __init__(self, hosts: Hosts, directory: Path, *, job_words: JobWords | None = None) -> None:
@@ -78,6 +79,7 @@ class Machines:
         self.directory = directory
         self.node_hosts = tuple(hosts)[1:-1]
         self.agents: dict[int, Process] = {}
+        self.head_environment: dict[str, str] = {}
         self.hurry_path = directory / "hurry"
         self._token = directory / "token"
         write_credentials(self._token)
@@ -131,7 +133,7 @@ class Machines:
             *("--listen", address, "--nodes", nodes, *options),
             *("--token-file", str(self._token), "--report", str(directory / "report.json")),
             *("--state", str(directory / "state")),
-            env=self._environment,
+            env=self._environment | self.head_environment,
         )
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command import wait_for
+from helpers.fake_scheduler import FakeScheduler
 from helpers.host_networks import needs_namespaces
 from helpers.hosts import Host, Hosts
 from helpers.machine_jobs import (
@@ -26,11 +27,17 @@ from helpers.machine_jobs import (
     pids,
 )
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.machine import EXIT_AGAIN
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 
 LINK_SILENCE_S = 120.0  # A connection between nodes breaks after that.
 CUT_S = 10.0
+# It has something against the machine whose name is in the file.
+SINFO = """\
+bad=$(cat "$FAKES/bad" 2> /dev/null) || bad=none
+case "$*" in *"--nodes=$bad "*) echo "fail (ECC errors)" ;; *) echo "allocated (none)" ;; esac
+"""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +127,41 @@ def test_a_head_on_another_host_at_an_address_that_nobody_knows_takes_the_job_up
         assert digests(report) == expected
         assert losses(report) == []
         assert report["final"]["nodes"] == [0, 1, 2, 3]
+
+
+@pytest.mark.long
+def test_a_machine_that_its_scheduler_calls_bad_is_left_once_a_worker_has_failed_there(
+    machines: Machines, shared: Path, expected: tuple[str, str]
+) -> None:
+    """It finds nothing wrong with itself, and would have crashed twice more. Its node leaves in
+    peace, and whoever starts its agent again hears why it gets no other."""
+    scheduler = FakeScheduler(shared / "fakes")
+    scheduler.write("sinfo", SINFO)
+    names = ("PATH", "FAKES", "SLURM_JOB_ID")
+    machines.head_environment = {name: scheduler.environment[name] for name in names}
+    options = ("--operator", "slurm", "--inject", "crash:2@30")
+    try:
+        with machine_job(machines, shared, *options) as job:
+            [bad] = [host for host in machines.node_hosts if job.node(host) == 2]
+            (scheduler.directory / "bad").write_text(bad.name)
+            told = "Slurm calls it fail (ECC errors)"
+            job.head.wait_for_line(
+                f"^node 2 leaves the job, .* unfit: {told}$", timeout_s=TIMEOUT_S
+            )
+            assert machines.agents[bad.index].wait(TIMEOUT_S) == EXIT_AGAIN
+            again = job.join(bad)
+            assert again.wait(TIMEOUT_S) == EXIT_AGAIN
+            assert f"this machine cannot take part: {told}" in again.output
+            report = job.report()
+
+            assert digests(report) == expected
+            assert losses(report) == []
+            assert report["final"]["nodes"] == [0, 1, 3]
+            [unfit] = [event for event in report["events"] if event["kind"] == "unfit"]
+            assert told in unfit["reason"]
+            assert "asked for a machine in place of" in job.head.output
+    finally:
+        machines.head_environment = {}
 
 
 @pytest.mark.long

@@ -126,6 +126,12 @@ class NoPlatform:
     def ask_for_machine(self, lost: LostMachine) -> str:
         raise AssertionError(f"nothing is lost, and not {lost}")
 
+    def verdict_on(self, name: str, host: str) -> str:
+        raise AssertionError(f"nothing has failed on {name} ({host})")
+
+    def give_back(self, machine: LostMachine) -> str:
+        raise AssertionError(f"{machine} is not unfit")
+
     def cancel_requests(self) -> None:
         """Nothing was asked for."""
 

@@ -83,6 +83,19 @@ def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "tmp") in health_problem(CPU)
 
 
+def test_a_machine_that_ec2_retires_is_unfit_once_its_worker_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, it may work for weeks. Elsewhere nobody asks EC2."""
+    monkeypatch.setattr(health, "ec2_problem", lambda: "EC2 retires it")
+
+    assert health_problem(CPU, has_node=True, notice="ec2") == "EC2 retires it"
+    job = replace(CPU, cluster=replace(CPU.cluster, notice="ec2"))
+    assert health_problem(job, has_node=True) == "EC2 retires it"
+    assert health_problem(job, has_node=True, notice="slurm") == ""
+    assert health_problem(job) == ""
+
+
 def test_the_users_own_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs is as bad."""
 

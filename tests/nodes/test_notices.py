@@ -1,5 +1,6 @@
 """Sources of preemption notices, against files and HTTP servers of the test's own."""
 
+import json
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from planaria.errors import ConfigError
 from planaria.nodes import notices
 from planaria.nodes.notices import (
     check_notice_source,
+    ec2_problem,
     fork_watcher,
     parse_notice_source,
     wait_notice,
@@ -344,6 +346,86 @@ def test_a_recommendation_to_rebalance_is_logged_once(
     assert source.read() is None
     assert source.read() is None
     assert caplog.text.count("elevated risk") == 1
+
+
+SCHEDULED = "/latest/meta-data/events/maintenance/scheduled"
+
+
+def scheduled(code: str, seconds: float, *, state: str = "active") -> str:
+    """An event as EC2's metadata have it."""
+    at = (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%d %b %Y %H:%M:%S GMT")
+    return json.dumps(
+        [
+            {
+                "NotBefore": at,
+                "Code": code,
+                "Description": "The instance is running on degraded hardware",
+                "EventId": "instance-event-0d59937288b749b32",
+                "NotAfter": at,
+                "State": state,
+            }
+        ]
+    )
+
+
+@pytest.mark.parametrize("code", ["instance-retirement", "instance-stop", "system-reboot"])
+def test_an_event_that_ec2_has_scheduled_is_a_notice_when_it_is_near(
+    code: str, server: Metadata, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two weeks before, the user is told, once."""
+    server.answers[SCHEDULED] = (200, scheduled(code, 1_000_000.0))
+    source = parse_notice_source("ec2", metadata_url=server.url)
+    assert source.read() is None
+    assert source.read() is None
+    assert caplog.text.count(f"EC2 has scheduled {code} of this machine") == 1
+    server.answers[SCHEDULED] = (200, scheduled(code, 300.0))
+
+    after_s = source.read()
+    assert after_s is not None
+    assert 300.0 - SLACK_S < after_s <= 300.0
+    server.answers[SCHEDULED] = (200, scheduled(code, -300.0))
+    assert source.read() == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        scheduled("system-maintenance", 60.0),  # Its network may stutter.
+        scheduled("instance-stop", 60.0, state="canceled"),
+        "[]",
+    ],
+)
+def test_other_events_of_ec2_are_no_notice(text: str, server: Metadata) -> None:
+    server.answers[SCHEDULED] = (200, text)
+
+    assert read_ec2(server) is None
+    assert ec2_problem(server.url) == ""
+
+
+@pytest.mark.parametrize("text", ["no JSON", "{}", '[{"Code": "instance-stop", "NotBefore": "x"}]'])
+def test_scheduled_events_that_make_no_sense_are_an_error(text: str, server: Metadata) -> None:
+    server.answers[SCHEDULED] = (200, text)
+
+    with pytest.raises(ValueError, match=r"events/maintenance/scheduled is|nvalid date"):
+        read_ec2(server)
+
+
+def test_hardware_that_ec2_retires_makes_a_machine_unfit(
+    server: Metadata, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker has failed there, and nobody knows better why. A reboot says nothing of it."""
+    assert ec2_problem(server.url) == ""
+    server.answers[SCHEDULED] = (200, scheduled("system-reboot", 60.0))
+    assert ec2_problem(server.url) == ""
+    server.answers[SCHEDULED] = (200, scheduled("instance-retirement", 1_000_000.0))
+    told = ec2_problem(server.url)
+    assert told.startswith("EC2 has scheduled instance-retirement at ")
+    assert "degraded hardware" in told
+    assert not caplog.text
+    server.answers[SCHEDULED] = (500, "")
+
+    assert ec2_problem(server.url) == ""
+    assert "what EC2 has against this machine cannot be read" in caplog.text
 
 
 # -- Google Compute Engine ------------------------------------------------------------------------

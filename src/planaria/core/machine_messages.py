@@ -101,7 +101,7 @@ class MachineReady(Message, frozen=True, kw_only=True):
 
 
 class MachineUnfit(Message, frozen=True):
-    """The machine cannot take part in the job.
+    """The machine cannot take part in the job, as it says itself, or its platform tells the head.
 
     Attributes:
         reason: fact that stands in the way, and what to do.
@@ -345,6 +345,7 @@ ToMachine = (
     | NodeDropped
     | FaultRequested
     | MachineReleased
+    | MachineUnfit
     | JobOver
     | MachineRefused
 )

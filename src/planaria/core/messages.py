@@ -353,10 +353,11 @@ class PeerUnreachable(Message, frozen=True, kw_only=True):
 
 
 class NoticeTaken(Message, frozen=True, kw_only=True):
-    """A process of a node was told that the node is going to be taken away.
+    """A process of a node was told that the node is going to be taken away; or the node's agent, or
+    the head, has found out that its machine is unfit.
 
     Attributes:
-        rank: rank of that process, or the node's first rank if it was the agent.
+        rank: rank of that process, or the node's first rank if it was no worker.
         after_s: seconds from this message until the node is gone.
         reason: description of why the machine is unfit; "": it will be taken away.
     """

@@ -21,6 +21,7 @@ from planaria.core.messages import (
     DrainRequested,
     IterationDone,
     Message,
+    NoticeTaken,
     Raised,
     SaveLayers,
     StartEpoch,
@@ -563,4 +564,4 @@ ToLauncher = (
     | Unrecorded
     | Ended
 )
-FromLauncher = AgentEnded | StopRequested | DrainRequested
+FromLauncher = AgentEnded | StopRequested | DrainRequested | NoticeTaken

@@ -39,10 +39,9 @@ from planaria.nodes.head.journal_place import is_in_use, left_directories
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.remote.kind_speeds import Kind
 from planaria.nodes.head.remote.machine_checks import MachineChecks
-from planaria.nodes.head.remote.machine_operator import MachineOperator
+from planaria.nodes.head.remote.machine_operator import MachineOperator, open_platform
 from planaria.nodes.head.remote.machines import Machines
 from planaria.nodes.head.remote.open_head import OpenHead
-from planaria.nodes.head.remote.platforms import open_platform
 from planaria.nodes.head.remote.run_record import (
     LIVING_LEASES,
     RunRecord,

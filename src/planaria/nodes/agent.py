@@ -409,7 +409,7 @@ class _Agent:
 
     async def _examine(self) -> None:
         """Reports that the machine is unfit for a node, if it is, or if its examination hangs."""
-        find = partial(health_problem, self._spec.job, has_node=True)
+        find = partial(health_problem, self._spec.job, notice=self._spec.notice, has_node=True)
         began_s, verdict = time.monotonic(), b""
         answer = answer_of_child(lambda: b"!" + find().encode(), timeout_s=EXAMINATION_S)
         # OSError: no process can be forked, and so no worker either. TimeoutError is one: the child

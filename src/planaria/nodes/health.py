@@ -1,4 +1,5 @@
-"""Whether this machine is fit for a node: memory, disk, devices, and a check of the user's own.
+"""Whether this machine is fit for a node: memory, disk, devices, what Amazon EC2 says of it, and a
+check of the user's own.
 
 A machine is examined before it gets a node, and after a worker or a node on it has failed. One that
 is unfit takes no node; a node that it runs leaves the job in peace. Errors that an application
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,7 @@ from planaria.core.job import JobConfig
 from planaria.nodes.child_answers import program_result
 from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.examination import device_models
+from planaria.nodes.notices import ec2_problem
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +56,14 @@ _XIDS_OF_MACHINES: Final = frozenset((48, 64, 74, 79, 95, 119, 120, 140))
 _RECENT_S: Final = 600.0  # Errors in the log count for so long, also if the agent is started anew.
 
 
-def health_problem(job: JobConfig, *, has_node: bool = False) -> str:
+def health_problem(job: JobConfig, *, has_node: bool = False, notice: str = "") -> str:
     """Why this machine is unfit for a node of a job, and what to do; "": it is fit.
 
     Args:
         has_node: whether a node runs here; what it has taken, of memory or disk, is its own.
+        notice: source of notices of this machine; "": that of the job.
     """
+    job = replace(job, cluster=replace(job.cluster, notice=notice or job.cluster.notice))
     try:
         for find in _checks(job, has_node=has_node):
             if problem := find():
@@ -87,6 +92,8 @@ def _checks(job: JobConfig, *, has_node: bool) -> Iterator[Callable[[], str]]:
         since_s = time.monotonic() - _RECENT_S
         yield partial(_kernel_problem, _KERNEL_LOG, since_s=since_s)
         yield _device_problem
+    if has_node and job.cluster.notice == "ec2":  # A retirement may be weeks ahead.
+        yield ec2_problem
     if job.cluster.health_check:
         yield partial(_command_problem, job.cluster.health_check)
 

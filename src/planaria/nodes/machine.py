@@ -141,10 +141,7 @@ class _Machine:
         loop = asyncio.get_running_loop()
         self._interrupted: asyncio.Future[None] = loop.create_future()
         self._left: asyncio.Future[int] = loop.create_future()  # The exit code of this process.
-        with (
-            handle_signals(loop, self._on_interrupt, on_leave_signal=self._leave),
-            self._modules,
-        ):
+        with handle_signals(loop, self._on_interrupt, on_leave_signal=self._leave), self._modules:
             self._watch_notices(self._spec.notice)
             serving = asyncio.create_task(self._serve())
             ends = (self._interrupted, self._left, serving)
@@ -364,6 +361,8 @@ class _Machine:
                 self._over = JobOver(is_done=True, text=text)
             case JobOver():
                 self._over = message
+            case MachineUnfit(reason):
+                self._on_failure(reason)
             case MachineRefused(reason=reason, is_final=is_final):
                 self._heads.leave_out(self._head)
                 if is_final and self._node.number < 0:

@@ -2,7 +2,8 @@
 
     /run/leave            a file; while it exists there is a notice
     http://HOST:PORT/X    a URL; an answer with status 2xx and a body is a notice, 404 is none
-    ec2                   the metadata of a spot instance of Amazon EC2
+    ec2                   the metadata of an instance of Amazon EC2: that a spot instance is
+                          interrupted, or that any is stopped, retired or rebooted in ten minutes
     gcp                   the metadata of a virtual machine of Google Compute Engine
     slurm                 the state of this machine in Slurm, which interrupts nothing on a machine
                           that it drains
@@ -15,7 +16,8 @@ metadata.
 A source is polled by a process of its own, the watcher, because a read of a network file system may
 hang, and because an agent, which forks workers, must not have threads.
 
-Source: "Spot Instance interruption notices" and "Use the Instance Metadata Service" (Amazon EC2);
+Source: "Spot Instance interruption notices", "Scheduled events for Amazon EC2 instances" and "Use
+the Instance Metadata Service" (Amazon EC2);
 "Preemptible VM instances" and "Handle GPU host maintenance events" (Google Compute Engine);
 scontrol(1), "drain".
 """
@@ -33,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -53,6 +56,9 @@ _WRITING_S: Final = 0.05  # Time between the making of a file and its first text
 
 _EC2_NOTICE_S: Final = 120.0  # Amazon gives no longer notice.
 _EC2_TOKEN_S: Final = 21_600  # The longest life of a token of IMDSv2.
+_EC2_EVENT_S: Final = 600.0  # Time before a scheduled event at which it becomes a notice.
+_EC2_RETIREMENTS: Final = ("instance-retirement", "instance-stop")  # The hardware is failing.
+_EC2_ENDS: Final = (*_EC2_RETIREMENTS, "instance-reboot", "system-reboot")
 _EC2_TOKEN_HEADER: Final = "X-aws-ec2-metadata-token"
 _GCP_PREEMPTION_S: Final = 30.0
 # One hour for a machine with GPUs; the metadata do not say which it is.
@@ -147,6 +153,24 @@ def wait_notice(
                 return after_s
         is_over.wait(pause_s)
     return math.inf
+
+
+def ec2_problem(metadata_url: str = "") -> str:
+    """What Amazon EC2 has against the hardware of this instance; "": nothing, or it does not say.
+
+    Args:
+        metadata_url: see parse_notice_source.
+    """
+    source = parse_notice_source("ec2", metadata_url=metadata_url)
+    assert isinstance(source, _Ec2Source)
+    try:
+        for event in source.scheduled():
+            if event.code in _EC2_RETIREMENTS:
+                told = f"{event.code} at {event.not_before} ({event.description})"
+                return f"EC2 has scheduled {told}; stop it and start it anew, on other hardware"
+    except (OSError, ValueError) as error:
+        logger.warning("what EC2 has against this machine cannot be read: %s", error)
+    return ""
 
 
 class NoticeWatch:
@@ -249,6 +273,19 @@ class _InstanceAction(msgspec.Struct, frozen=True):
     time: str
 
 
+class _ScheduledEvent(msgspec.Struct, frozen=True, rename="pascal"):
+    """What Amazon EC2 has in mind with an instance; `not_before`: "21 Jan 2019 09:00:43 GMT"."""
+
+    code: str
+    not_before: str
+    state: str = "active"
+    description: str = ""
+
+    def after_s(self) -> float:
+        """Seconds until it begins; ValueError if its time makes no sense."""
+        return parsedate_to_datetime(self.not_before).timestamp() - time.time()
+
+
 class _Ec2Source:
     """The metadata of an instance of Amazon EC2, by version 2 of its protocol (IMDSv2)."""
 
@@ -259,6 +296,7 @@ class _Ec2Source:
         self._default_s = default_s
         self._token = ""
         self._is_at_risk = False  # Whether Amazon recommends to rebalance, which is no notice.
+        self._seen: set[_ScheduledEvent] = set()
 
     def __str__(self) -> str:
         return f"EC2's metadata at {self._server}"
@@ -267,12 +305,30 @@ class _Ec2Source:
         text = self._value("spot/instance-action")
         if not text:
             self._log_recommendation()
-            return None
+            return self._event_after_s()
         try:
             action = msgspec.json.decode(text, type=_InstanceAction)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"spot/instance-action is {text[:200]!r} ({error})") from error
         return min(_EC2_NOTICE_S, _seconds_left(action.time, self._default_s))
+
+    def scheduled(self) -> list[_ScheduledEvent]:
+        """The events after which the instance does not run as before; see `read` for errors."""
+        text = self._value("events/maintenance/scheduled")
+        try:
+            events = msgspec.json.decode(text or "[]", type=list[_ScheduledEvent])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"events/maintenance/scheduled is {text[:200]!r} ({error})") from error
+        return [event for event in events if event.state == "active" and event.code in _EC2_ENDS]
+
+    def _event_after_s(self) -> float | None:
+        """Seconds until the next scheduled event, if that is soon."""
+        events = self.scheduled()
+        for event in set(events) - self._seen:
+            logger.warning("EC2 has scheduled %s of this machine: %s", event.code, event.not_before)
+        self._seen.update(events)
+        soon = [after_s for e in events if (after_s := e.after_s()) <= _EC2_EVENT_S]
+        return max(0.0, min(soon)) if soon else None
 
     def _log_recommendation(self) -> None:
         if not self._is_at_risk and self._value("events/recommendations/rebalance"):

@@ -28,7 +28,7 @@ from planaria.checkpoint.disk.tiers import Tier, newest_checkpoint_text
 from planaria.checkpoint.disk.time_limits import discard
 from planaria.core.inject import Injection
 from planaria.core.kinds import LEAVING, Ending, LossKind
-from planaria.core.messages import StopRequested
+from planaria.core.messages import NoticeTaken, StopRequested
 from planaria.core.records import (
     AgentEnded,
     AwaitingMachine,
@@ -138,6 +138,7 @@ class Launcher:
         if head is not None and head.operator is not None:
             self._operator = head.operator
             head.operator.note = self._note_request
+            head.operator.report_unfit = self._report_unfit
         self._plan = spec.leader.plan
         self._standing = Standing(plan=spec.leader.plan, num_committed=spec.leader.first_iteration)
         self._is_training = False
@@ -146,6 +147,7 @@ class Launcher:
         self._interruption = ""
         self._tier = tier
         self._unsaved: set[tuple[int, int]] = set()
+        self._unfit: dict[int, NoticeTaken] = {}  # What platforms have against machines, by node.
         self._unfired_injections: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
         self._is_over = self._has_given_up = False  # Given up: no coordinator has ended the job.
@@ -366,6 +368,15 @@ class Launcher:
         """Shows that a machine was asked for, and why; the report has it, too."""
         self._pass_to_observer(Warned(text=text, event="machine"))
 
+    def _report_unfit(self, node: int, reason: str) -> None:
+        """Tells the coordinator that the machine of a node is unfit, and the next one, too."""
+        cluster = self._node_spec.job.cluster
+        rank = node * cluster.devices_per_node
+        self._unfit[node] = NoticeTaken(
+            node=node, rank=rank, after_s=cluster.notice_s, reason=reason
+        )
+        self._leaders.send(self._unfit[node])
+
     def _training_text(self) -> str:
         """Text about the job to show while a fork server is renewed."""
         if self._leaders.save_only_reason:
@@ -378,6 +389,9 @@ class Launcher:
         for message in self._nodes.ends():
             self._leaders.send(message)
         self._drains.repeat()
+        for node, notice in self._unfit.items():
+            if node in self._nodes.live_nodes:
+                self._leaders.send(notice)
         if self._stop_requested:
             self._leaders.send(StopRequested())
 

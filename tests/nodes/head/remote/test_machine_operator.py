@@ -14,9 +14,14 @@ from helpers.heads import runs
 from helpers.machine_lines import MachineLine
 from helpers.recorder_messages import change_message
 from helpers.tasks import wait_until
-from planaria.core.kinds import ChangeKind
-from planaria.core.machine_messages import NodeEnded, NodeRequested, ToMachine
-from planaria.core.records import Members, ToLauncher, Warned
+from planaria.core.kinds import ChangeKind, LossKind
+from planaria.core.machine_messages import (
+    MachineUnfit,
+    NodeEnded,
+    NodeRequested,
+    ToMachine,
+)
+from planaria.core.records import Members, Recovering, ToLauncher, Warned
 from planaria.nodes.head.remote import machine_operator
 from planaria.nodes.head.remote.machine_operator import MachineOperator
 from planaria.nodes.head.remote.platforms import LostMachine
@@ -33,6 +38,8 @@ class Asked:
         self.num_refusals = num_refusals
         self.is_cancelled = False
         self.threads: set[str] = set()
+        self.verdicts: list[str] = []
+        self.given_back: list[LostMachine] = []
 
     def ask_for_machine(self, lost: LostMachine) -> str:
         self.threads.add(threading.current_thread().name)
@@ -41,6 +48,16 @@ class Asked:
             raise OSError("no quota")
         self.lost.append(lost)
         return "done"
+
+    def verdict_on(self, name: str, host: str) -> str:
+        self.threads.add(threading.current_thread().name)
+        if not self.verdicts:
+            raise OSError(f"nothing is known of {name} ({host})")
+        return self.verdicts.pop(0)
+
+    def give_back(self, machine: LostMachine) -> str:
+        self.given_back.append(machine)
+        return "it is cordoned"
 
     def cancel_requests(self) -> None:
         self.is_cancelled = True
@@ -195,3 +212,108 @@ async def test_at_the_end_nothing_more_is_asked_for(tmp_path: Path) -> None:
         assert platform.is_cancelled
         assert not platform.lost
         assert head.notes[-1] == "machines that were asked for may still come: it does not answer"
+
+
+# -- what the platform has against a machine -------------------------------------------------------
+
+
+def crashed(node: int, kind: LossKind = LossKind.CRASH) -> Recovering:
+    return Recovering(
+        epoch=2, kind=kind, nodes=(node,), iteration=5, reason="it raised", lost_s=0.0
+    )
+
+
+def judging(
+    head: ArrivingMachines, platform: Asked, monkeypatch: pytest.MonkeyPatch
+) -> tuple[MachineOperator, list[tuple[int, str]]]:
+    """An operator that does not pause, and what it tells the coordinator."""
+    monkeypatch.setattr(machine_operator, "_VERDICT_PAUSES_S", (0.0, SOON_S))
+    monkeypatch.setattr(machine_operator, "_POLL_S", SOON_S)
+    told: list[tuple[int, str]] = []
+    asks = operator(head, platform, return_s=NEVER_S)
+    asks.report_unfit = lambda node, reason: told.append((node, reason))
+    return asks, told
+
+
+@pytest.mark.parametrize("kind", [LossKind.CRASH, LossKind.STALL])
+@runs
+async def test_a_machine_that_its_platform_calls_bad_is_unfit(
+    kind: LossKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may say so some time after the failure. Its agent leaves once its node has, for a machine
+    that finds nothing wrong with itself would have got the next node."""
+    platform = Asked()
+    platform.verdicts = ["", "it is down"]
+    async with arriving_machines(tmp_path) as head:
+        asks, told = judging(head, platform, monkeypatch)
+        first = await run_first_node(head)
+        asks.on_coordinator_message(crashed(0, kind))
+        await wait_until(lambda: bool(told))
+        assert told == [(0, "it is down")]
+        asks.on_coordinator_message(Warned(text="it is down", unfit=(0,)))
+        await asyncio.sleep(5 * SOON_S)
+        assert not platform.given_back  # Its node is still there.
+        first.tell(NodeEnded(node=0, status=0))
+
+        assert (await first.wait(MachineUnfit)).reason == "it is down"
+        await wait_until(lambda: bool(platform.given_back))
+        assert not head.machines.has_room
+        host = "127.0.0.1"
+        assert platform.given_back == [LostMachine("first", host, is_leaving=False, is_unfit=True)]
+        assert platform.lost == [LostMachine("first", host, is_leaving=True, is_unfit=True)]
+        assert head.notes[-1] == f"first ({host}) is unfit: it is cordoned"
+        assert platform.threads == {"operator"}
+
+
+@runs
+async def test_a_machine_gets_a_node_again_once_its_platform_has_changed_its_mind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, whenever its agent is started again, it is told what is wrong."""
+    platform = Asked()
+    platform.verdicts = ["it is down"]
+    async with arriving_machines(tmp_path) as head:
+        asks, told = judging(head, platform, monkeypatch)
+        first = await run_first_node(head)
+        asks.on_coordinator_message(crashed(0))
+        await wait_until(lambda: bool(told))
+        asks.on_coordinator_message(Warned(text="it is down", unfit=(0,)))
+        first.tell(NodeEnded(node=0, status=0))
+        await first.wait(MachineUnfit)
+        first.reset()
+        again = await head.arrive("first")
+        again.tell(head.ready())
+        assert (await again.wait(MachineUnfit)).reason == "it is down"
+        again.reset()
+        monkeypatch.setattr(machine_operator, "_VERDICT_S", 0.0)
+        later = await head.arrive("first")  # The platform does not answer.
+        later.tell(head.ready())
+        assert (await later.wait(MachineUnfit)).reason == "it is down"
+        later.reset()
+        platform.verdicts = [""]
+        await head.join("first")
+
+        assert head.machines.has_room
+
+
+@runs
+async def test_no_machine_is_unfit_because_its_platform_has_nothing_against_it_or_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure to answer is told, and no verdict. Nobody is asked of a loss that is no crash."""
+    platform = Asked()
+    platform.verdicts = [""]
+    async with arriving_machines(tmp_path) as head:
+        asks, told = judging(head, platform, monkeypatch)
+        await run_first_node(head)
+        asks.on_coordinator_message(crashed(0, LossKind.COPY))
+        await asyncio.sleep(3 * SOON_S)
+        assert platform.verdicts == [""]
+        asks.on_coordinator_message(crashed(0))
+        asks.on_coordinator_message(crashed(0))  # The question is under way.
+        silent = "the platform does not say whether first is well: nothing is known of first"
+        await wait_until(lambda: any(note.startswith(silent) for note in head.notes))
+
+        assert not told
+        assert sum(note.startswith(silent) for note in head.notes) == 1
+        assert all(machine.is_ready for machine in head.machines.connected)

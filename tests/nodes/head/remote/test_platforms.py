@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from helpers.command import wait_for
 from helpers.fake_kubernetes import FakeKubernetes, fake_kubernetes
 from helpers.fake_scheduler import FakeScheduler
 from planaria.errors import ConfigError
-from planaria.nodes.head.remote import platforms
-from planaria.nodes.head.remote.platforms import LostMachine, Platform, open_platform
+from planaria.nodes.head.remote import kubernetes_platform, platforms
+from planaria.nodes.head.remote.kubernetes_platform import KubernetesPlatform
+from planaria.nodes.head.remote.machine_operator import open_platform
+from planaria.nodes.head.remote.platforms import LostMachine, Platform
 from planaria.nodes.machine import EXIT_LEFT
 
 POD = {"PLANARIA_KUBERNETES_POD": "cluster-0-abc", "PLANARIA_KUBERNETES_JOB": "cluster"}
@@ -35,10 +38,12 @@ def opened(text: str, **environment: str) -> Platform:
 
 def test_a_command_is_told_what_was_lost_and_where_the_head_is() -> None:
     """Whatever else it needs it has in its environment, as its user has."""
-    words = '"$ZONE $PLANARIA_LOST_NAME $PLANARIA_LOST_HOST $PLANARIA_HEAD"'
+    words = '"$ZONE $PLANARIA_LOST_NAME $PLANARIA_LOST_HOST $PLANARIA_LOST_WHY $PLANARIA_HEAD"'
     platform = opened(f"echo {words}; echo more", ZONE="a", PATH="/usr/bin:/bin")
 
-    assert platform.ask_for_machine(LOST) == "a host-3 10.0.0.3 10.0.0.1:7320"
+    assert platform.ask_for_machine(LOST) == "a host-3 10.0.0.3 lost 10.0.0.1:7320"
+    assert " leaving " in platform.ask_for_machine(replace(LOST, is_leaving=True))
+    assert " unfit " in platform.ask_for_machine(replace(LOST, is_leaving=True, is_unfit=True))
     assert opened("true", PATH="/usr/bin:/bin").ask_for_machine(LOST)
 
 
@@ -47,7 +52,7 @@ def test_a_command_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPat
     assert opened("sleep 60 & exit 0", PATH="/usr/bin:/bin").ask_for_machine(LOST)
     with pytest.raises(OSError, match=r"the command ended with 3: no quota"):
         opened("echo no quota >&2; exit 3", PATH="/bin").ask_for_machine(LOST)
-    monkeypatch.setattr(platforms, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(platforms, "REQUEST_TIMEOUT_S", 0.05)
     with pytest.raises(TimeoutError, match=r"the command got no answer in 0.05 s"):
         opened("exec sleep 60", PATH="/usr/bin:/bin").ask_for_machine(LOST)
 
@@ -210,6 +215,34 @@ def test_a_spare_machine_s_agent_has_the_options_of_the_others(scheduler: FakeSc
     assert f"--token-file 'a token' {more} & " in scheduler.words("sbatch")[0]
 
 
+@pytest.mark.parametrize(
+    "state", ["down* (Not responding)", "drained (bad GPU)", "fail (ECC)", "idle* (none)"]
+)
+def test_slurm_says_what_it_has_against_a_machine(state: str, scheduler: FakeScheduler) -> None:
+    """With the words of whoever, or whatever, has set the state."""
+    scheduler.write("sinfo", f'echo "$*" >> "$FAKES/sinfo.words"; echo "{state}"')
+    platform = opened("slurm", **scheduler.environment)
+
+    assert platform.verdict_on("host-3", LOST.host) == f"Slurm calls it {state}"
+    assert "--nodes=host-3" in scheduler.words("sinfo")[0]
+    assert platform.give_back(LOST) == ""
+
+
+@pytest.mark.parametrize("state", ["allocated (none)", "mixed (none)", "idle (none)", ""])
+def test_slurm_has_nothing_against_a_machine_that_works(
+    state: str, scheduler: FakeScheduler
+) -> None:
+    scheduler.write("sinfo", f'echo "{state}"')
+
+    assert opened("slurm", **scheduler.environment).verdict_on("host-3", LOST.host) == ""
+
+
+def test_a_slurm_that_does_not_answer_is_an_error(scheduler: FakeScheduler) -> None:
+    scheduler.write("sinfo", "echo Unable to contact slurm controller >&2; exit 1")
+    with pytest.raises(OSError, match="sinfo ended with 1: Unable to contact"):
+        opened("slurm", **scheduler.environment).verdict_on("host-3", LOST.host)
+
+
 def test_a_machine_is_asked_for_though_slurm_does_not_know_the_name_of_the_lost_one(
     scheduler: FakeScheduler,
 ) -> None:
@@ -258,13 +291,7 @@ def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
 
 
 def in_pod(fake: FakeKubernetes) -> Platform:
-    return open_platform(
-        "kubernetes",
-        heads=HEADS,
-        token_file="",
-        environment={**fake.environment, **POD},
-        account=fake.account,
-    )
+    return KubernetesPlatform({**fake.environment, **POD}, fake.account)
 
 
 def test_the_pod_of_a_lost_machine_fails_and_is_deleted(kubernetes: FakeKubernetes) -> None:
@@ -299,7 +326,7 @@ def test_the_pod_of_a_machine_that_kubernetes_has_not_missed_yet_stays_for_a_whi
         platform.ask_for_machine(LOST)
     assert "cluster-3-def" in kubernetes.pods
     assert not kubernetes.deleted
-    monkeypatch.setattr(platforms, "_READY_S", 0.0)
+    monkeypatch.setattr(kubernetes_platform, "_READY_S", 0.0)
     assert "pod cluster-3-def is deleted" in platform.ask_for_machine(LOST)
 
 
@@ -350,17 +377,75 @@ def test_an_api_server_that_is_gone_is_an_error(tmp_path: Path) -> None:
         platform.ask_for_machine(LOST)
 
 
-def test_kubernetes_is_of_use_in_a_pod_only(kubernetes: FakeKubernetes, tmp_path: Path) -> None:
+def test_kubernetes_says_what_it_has_against_a_machine(kubernetes: FakeKubernetes) -> None:
+    """Its own conditions, and those of detectors of problems, of which some say that all is well.
+    Memory and disk may be short because of the job."""
+    platform = in_pod(kubernetes)
+    kubernetes.put_pod("cluster-3-def", LOST.host)
+    kubernetes.rights = {"get"}
+    kubernetes.conditions = {
+        "host-3": {
+            "KernelDeadlock": "False",
+            "MemoryPressure": "True",
+            "AcceleratedHardwareReady": "True",
+            "StorageReady": "Unknown",
+        }
+    }
+    assert platform.verdict_on("host-3", LOST.host) == ""
+    kubernetes.conditions["host-3"] |= {"ReadonlyFilesystem": "True", "GpuHealthy": "False"}
+    told = "Kubernetes says ReadonlyFilesystem = True, GpuHealthy = False of it"
+    assert platform.verdict_on("host-3", LOST.host) == told
+    kubernetes.conditions["host-3"] = {"Ready": "Unknown"}
+    kubernetes.put_pod("cluster-3-def", LOST.host, verdict="NodeNotReady")
+    told = "Kubernetes says NodeNotReady, Ready = Unknown of it"
+
+    assert platform.verdict_on("host-3", LOST.host) == told
+
+
+def test_without_a_right_to_machines_pods_alone_tell_of_them(
+    kubernetes: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user is told once what is missing."""
+    platform = in_pod(kubernetes)
+    for _ in range(2):
+        assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says NodeLost of it"
+    assert caplog.text.count("GET nodes/host-3: Kubernetes answered 403") == 1
+    kubernetes.put_pod("cluster-3-def", LOST.host)
+
+    assert platform.verdict_on("host-3", LOST.host) == ""
+
+
+def test_no_pod_comes_to_an_unfit_machine_again(kubernetes: FakeKubernetes) -> None:
+    """The Job would have given the same machine to the next one. Its pod is ready, and goes all the
+    same: the machine answers."""
+    kubernetes.put_pod("cluster-3-def", LOST.host)
+    kubernetes.rights = {"get", "patch"}
+    platform = in_pod(kubernetes)
+
+    told = "host-3 is cordoned, and pod cluster-3-def deleted; the Job makes another"
+    assert platform.give_back(LOST) == told
+    assert kubernetes.cordoned == ["host-3"]
+    assert "cluster-3-def" not in kubernetes.pods
+    assert platform.give_back(LOST) == ""  # It has gone by itself.
+    head = LostMachine("host-0", "10.0.0.1", is_leaving=False)
+    assert platform.give_back(head) == "its pod is that of the head, and stays"
+    assert kubernetes.cordoned == ["host-3"]
+
+
+def test_who_may_not_take_machines_away_is_told_what_does(kubernetes: FakeKubernetes) -> None:
+    """A new pod would come to the same machine, so this one stays."""
+    kubernetes.put_pod("cluster-3-def", LOST.host)
+    told = in_pod(kubernetes).give_back(LOST)
+
+    assert told.endswith("kubectl cordon host-3; kubectl delete pod cluster-3-def")
+    assert "cluster-3-def" in kubernetes.pods
+
+
+def test_kubernetes_is_of_use_in_a_pod_only(kubernetes: FakeKubernetes) -> None:
     with pytest.raises(ConfigError, match="is of use only in a pod that has a service account"):
-        open_platform("kubernetes", heads=HEADS, token_file="", account=tmp_path / "none")
+        open_platform("kubernetes", heads=HEADS, token_file="")
     with pytest.raises(ConfigError, match="PLANARIA_KUBERNETES_JOB must name"):
-        open_platform(
-            "kubernetes",
-            heads=HEADS,
-            token_file="",
-            environment=kubernetes.environment,
-            account=kubernetes.account,
-        )
+        KubernetesPlatform(kubernetes.environment, kubernetes.account)
     kubernetes.environment = {}
     with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
         in_pod(kubernetes)

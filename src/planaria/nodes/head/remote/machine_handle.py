@@ -62,6 +62,8 @@ class MachineHandle:
         writer: stream to it; None: its connection is broken.
         is_ready: whether it can run a node as soon as it is connected.
         is_leaving: whether it takes no further node.
+        is_condemned: whether its platform says that something is wrong with it, so that it gets no
+            node until that is not so.
         has_code: whether it has the user's modules, and only their digests are to travel.
         run: run that it belonged to when it came.
         node: node that it runs; -1: none.
@@ -78,7 +80,7 @@ class MachineHandle:
         self.run = ""
         self.writer: asyncio.StreamWriter | None = None
         self.is_ready = False
-        self.is_leaving = self.has_code = False
+        self.is_leaving = self.is_condemned = self.has_code = False
         self.node = self.missing_node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX + 1)
         self.broken_s = time.monotonic()
@@ -88,7 +90,8 @@ class MachineHandle:
     @property
     def is_free(self) -> bool:
         """Whether it can be asked for a node now."""
-        return self.writer is not None and self.is_ready and not self.is_leaving and self.node < 0
+        is_usable = self.is_ready and not (self.is_leaving or self.is_condemned)
+        return self.writer is not None and is_usable and self.node < 0
 
     def may_run(self, now_s: float, *, is_needed: bool = False) -> bool:
         """Whether it is free, and has not lost too many nodes within an hour.
@@ -276,6 +279,12 @@ def add_machine(
             machine.ended_s.append(before.broken_s)
     machines[name] = machine
     return machine
+
+
+async def no_objection(machine: MachineHandle) -> str:
+    """Nothing that stands in the way of a machine; see Machines.objection."""
+    del machine
+    return ""
 
 
 def known_machine(machine_id: str, machines: Mapping[str, MachineHandle]) -> MachineHandle | None:

@@ -4,21 +4,32 @@ A machine whose agent is started again, or whose network comes back, returns by 
 machine is asked for only once it has been away for a while; one that was told to leave is asked for
 at once. What the platform refuses is asked for again, after longer and longer pauses.
 
+When a worker fails and its node lives, the platform is asked what it has against the machine. If
+it has anything, the machine is unfit: its node leaves in peace, what was raised there counts no
+more against the job, and it gets no node until the platform has changed its mind.
+
 Source: Gemini (SOSP '23), section 6.2 (cloud operator).
 """
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from planaria.coordinator.membership.standby import names_leaving_nodes, nodes_to_replace
-from planaria.core.records import ToLauncher
+from planaria.core.kinds import LossKind
+from planaria.core.machine_messages import MachineFacts, MachineUnfit
+from planaria.core.records import Recovering, ToLauncher, Warned
+from planaria.errors import ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.nodes.head.remote.kubernetes_platform import KubernetesPlatform
+from planaria.nodes.head.remote.machine_handle import MachineHandle
 from planaria.nodes.head.remote.machines import Machines
-from planaria.nodes.head.remote.platforms import LostMachine, Platform
+from planaria.nodes.head.remote.platforms import OPTION, CommandPlatform, LostMachine, Platform
+from planaria.nodes.head.remote.slurm_platform import SlurmPlatform
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +38,44 @@ RETURN_S: Final = 30.0
 _AGAIN_S: Final = 30.0  # The first pause after a refusal; each one is twice as long.
 _AGAIN_S_MAX: Final = 600.0
 _CANCEL_TIMEOUT_S: Final = 10.0
+# Pauses before the platform is asked of a machine where a worker failed. Schedulers notice that a
+# machine is out of order within half a minute to a minute.
+_VERDICT_PAUSES_S: Final = (0.0, 75.0)
+_VERDICT_S: Final = 60.0  # Time for which an answer counts.
+_POLL_S: Final = 1.0
+
+
+def open_platform(
+    text: str,
+    *,
+    heads: Sequence[str],
+    token_file: str,
+    environment: Mapping[str, str] = os.environ,
+) -> Platform:
+    """The platform that a text names: "slurm", "kubernetes" or a command.
+
+    Args:
+        heads: HOST:PORT at which new machines find the head.
+        token_file: path of the token file on each machine.
+        environment: variables of this process.
+
+    Raises:
+        ConfigError: this machine is not one of that platform, or lacks the platform's program. Or
+            no machine could find the head.
+    """
+    if text == "kubernetes":  # Its pods know the head by the name of their service.
+        return KubernetesPlatform(environment)
+    if not text.strip():
+        raise ConfigError(OPTION, text, "must be slurm, kubernetes, or a command")
+    if not heads:
+        remedy = (
+            "no network interface of this machine has an address at which another one could find "
+            "the head; name one, or a name that others resolve: --listen ADDR:PORT"
+        )
+        raise ConfigError(OPTION, text, remedy)
+    if text == "slurm":
+        return SlurmPlatform(heads, token_file=token_file, environment=environment)
+    return CommandPlatform(text, head=heads[0], environment=environment)
 
 
 class MachineOperator:
@@ -38,6 +87,8 @@ class MachineOperator:
 
     Attributes:
         note: shows the user a text, and may be replaced once the job has begun.
+        report_unfit: tells the coordinator that the machine of a node is unfit, and why; replaced
+            likewise.
     """
 
     def __init__(
@@ -51,9 +102,15 @@ class MachineOperator:
         self._platform = platform
         self._machines = machines
         self.note = note
+        self.report_unfit: Callable[[int, str], None] = lambda _, __: None
         self._return_s = return_s
         self._nodes: set[int] = set()
+        self._unfit: set[int] = set()  # Nodes whose machines are unfit.
         self._asking: dict[str, asyncio.Task[None]] = {}  # By address of the lost machine.
+        self._watching: dict[tuple[str, int], asyncio.Task[None]] = {}
+        # What the platform has against machines, by name and address, and when it said so.
+        self._verdicts: dict[tuple[str, str], tuple[str, float]] = {}
+        machines.objection = self._objection
 
     def replace(self, nodes: Collection[int], *, are_lost: bool) -> None:
         """See CloudOperator."""
@@ -69,13 +126,24 @@ class MachineOperator:
             if machine.facts.host in self._asking:
                 continue
             host = machine.facts.host
-            lost = LostMachine(machine.facts.name, host, is_leaving=not are_lost)
+            lost = self._lost(machine, node, is_leaving=not are_lost)
             task = self._asking[host] = asyncio.create_task(self._ask(lost))
             task.add_done_callback(partial(self._on_answer, host))
 
     def on_coordinator_message(self, message: ToLauncher) -> None:
         """See CloudOperator."""
+        unfit = message.unfit if isinstance(message, Warned) else ()
+        self._unfit.update(unfit)
         self.replace(nodes_to_replace(message), are_lost=not names_leaving_nodes(message))
+        for node in unfit:
+            self._watch("give back", node, self._give_back)
+        if isinstance(message, Recovering) and message.kind in (LossKind.CRASH, LossKind.STALL):
+            for node in message.nodes:
+                self._watch("judge", node, self._judge)
+
+    def _lost(self, machine: MachineHandle, node: int, *, is_leaving: bool) -> LostMachine:
+        facts, is_unfit = machine.facts, node in self._unfit
+        return LostMachine(facts.name, facts.host, is_leaving=is_leaving, is_unfit=is_unfit)
 
     def _on_answer(self, host: str, task: asyncio.Task[None]) -> None:
         self._asking.pop(host, None)
@@ -117,9 +185,83 @@ class MachineOperator:
             for machine in self._machines.connected
         )
 
+    # -- unfit machines ---------------------------------------------------------------------------
+
+    def _watch(
+        self,
+        what: str,
+        node: int,
+        work: Callable[[int, MachineHandle], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Does a work with the machine of a node, unless the same is under way."""
+        machine, key = self._machines.machine_of(node), (what, node)
+        if machine is None or key in self._watching:
+            return
+        task = self._watching[key] = asyncio.create_task(work(node, machine))
+        task.add_done_callback(lambda _: self._watching.pop(key, None))
+
+    def _is_out(self, node: int) -> bool:
+        """Whether a node is out of the job, or has ended."""
+        return node not in self._machines.live_nodes or self._machines.is_gone(node)
+
+    async def _judge(self, node: int, machine: MachineHandle) -> None:
+        """Asks the platform what it has against a machine, and takes its node away if anything."""
+        for pause_s in _VERDICT_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if self._is_out(node):
+                return
+            try:
+                verdict = await self._verdict(machine.facts)
+            except OSError as error:
+                self.note(f"the platform does not say whether {machine.name} is well: {error}")
+                continue
+            if verdict and not self._is_out(node):
+                machine.is_condemned = True
+                self.report_unfit(node, verdict)
+                return
+
+    async def _verdict(self, facts: MachineFacts) -> str:
+        """What the platform has against a machine; "": nothing.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        ask = partial(self._platform.verdict_on, facts.name, facts.host)
+        text = await answer_of_thread(ask, name="operator")
+        self._verdicts.pop(key := (facts.name, facts.host), None)
+        if text:
+            self._verdicts[key] = (text, time.monotonic())
+        return text
+
+    async def _objection(self, machine: MachineHandle) -> str:
+        """What the platform still has against a machine that comes again; "": nothing."""
+        text, said_s = self._verdicts.get((machine.facts.name, machine.facts.host), ("", 0.0))
+        if text and time.monotonic() - said_s > _VERDICT_S:
+            try:
+                text = await self._verdict(machine.facts)
+            except OSError as error:
+                logger.warning("what was said of %s still counts: %s", machine.name, error)
+        machine.is_condemned = bool(text)
+        return text
+
+    async def _give_back(self, node: int, machine: MachineHandle) -> None:
+        """Has the platform take back an unfit machine, once its node is out of the job."""
+        while not self._is_out(node):
+            await asyncio.sleep(_POLL_S)
+        if machine.is_condemned:  # Its agent knows of nothing that is wrong with it.
+            text, _ = self._verdicts.get((machine.facts.name, machine.facts.host), ("", 0.0))
+            machine.tell(MachineUnfit(text))
+        lost = self._lost(machine, node, is_leaving=False)
+        try:
+            text = await answer_of_thread(partial(self._platform.give_back, lost), name="operator")
+        except OSError as error:
+            text = f"it could not be given back: {error}"
+        if text:
+            self.note(f"{lost.name} ({lost.host}) is unfit: {text}")
+
     def close(self) -> None:
         """See CloudOperator."""
-        for task in tuple(self._asking.values()):
+        for task in (*self._asking.values(), *self._watching.values()):
             task.cancel()
 
     async def cancel_requests(self) -> None:

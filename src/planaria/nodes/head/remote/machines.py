@@ -14,7 +14,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -60,6 +60,7 @@ from planaria.nodes.head.remote.machine_handle import (
     known_machine,
     loopback_problem,
     name_again,
+    no_objection,
 )
 from planaria.nodes.head.remote.machine_places import MachinePlaces
 from planaria.nodes.head.remote.run_nodes import RunNodes, agent_ended
@@ -89,6 +90,7 @@ class Machines:
     Attributes:
         offer: see above.
         on_free: callback, called when a machine can run a node; set once the job has begun.
+        objection: tells why a machine without a node cannot have one for now; "": it can.
         on_end: callback, called with the end of each node; set once the job has begun.
         on_injected: callback, called with the node that a machine has injected a fault into.
         node_log: numbers of the nodes that were started; set once the job has begun.
@@ -107,8 +109,9 @@ class Machines:
         checks: MachineChecks,
         note: Callable[[str], None],
     ) -> None:
-        self.is_waiting = False
+        self.is_waiting = self._is_stopped = self._is_closed = False
         self.on_free: Callable[[], None] = lambda: None
+        self.objection: Callable[[MachineHandle], Awaitable[str]] = no_objection
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
         self.on_injected: Callable[[int], None] = lambda _: None
         self.node_log: NodeLog | None = None
@@ -130,7 +133,6 @@ class Machines:
         self._serving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._unfit_reason = ""
-        self._is_stopped = self._is_closed = False
         self._over: JobOver | None = None  # The end of the job, once the machines are told.
 
     # -- before the job begins --------------------------------------------------------------------
@@ -553,6 +555,9 @@ class Machines:
             problem = f"the head could not compare it with the others: {error!r}"
         if ready.run != self.offer.run or machine.writer is not writer:
             return  # Another run has begun, or it is gone or back: it says anew that it is ready.
+        if not problem and machine.node < 0 and (objection := await self.objection(machine)):
+            machine.tell(MachineUnfit(objection))  # It answers with the same.
+            return
         if problem:
             self._turn_away(machine, problem, is_final=is_final)
         else:
