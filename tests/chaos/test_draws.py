@@ -16,7 +16,7 @@ from planaria.chaos.draw import (
 from planaria.core.inject import (
     AFTER_COMMIT,
     ITERATION_STEPS,
-    KINDS,
+    LOCAL_KINDS,
     RECOVERY_STEPS,
     check_injections,
     parse_injection,
@@ -49,7 +49,7 @@ def test_all_kinds_and_steps_are_drawn_and_half_of_the_places_are_seconds() -> N
     timed = [i for i in injections if i.place.at_s >= 0]
     placed = [i for i in injections if i.place.at_s < 0 and i.kind not in ("flip", "slow")]
 
-    assert {injection.kind for injection in injections} == set(KINDS)
+    assert {injection.kind for injection in injections} == set(LOCAL_KINDS)
     assert steps.keys() == {*ITERATION_STEPS, *RECOVERY_STEPS, AFTER_COMMIT}
     assert 0.8 < len(timed) / len(placed) < 1.25
     assert all(i.place.at_s <= 1.2 * WORLD.training_s + 0.01 for i in timed)

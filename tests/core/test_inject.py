@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from planaria.core.inject import (
     AFTER_COMMIT,
     KINDS,
+    NODELESS_KINDS,
     RECOVERY_STEPS,
     STEPS,
     Injection,
     Place,
     check_injections,
+    check_on_one_machine,
     parse_injection,
 )
 from planaria.errors import ConfigError
@@ -28,6 +30,7 @@ SPECS = {
     "kill:0@5.transfer": Injection("kill", (0,), Place(5, "transfer")),
     "kill:0@~2.5": Injection("kill", (0,), Place(0, "start", 2.5)),
     "leader:@~0": Injection("leader", (), Place(0, "start", 0.0)),
+    "head:@4.regroup": Injection("head", (), Place(4, "regroup")),
     "preempt:1@3": Injection("preempt", (1,), Place(3, "start"), 30.0),
     "preempt=5:1@3.commit": Injection("preempt", (1,), Place(3, "commit"), 5.0),
     "join:2@5": Injection("join", (), Place(5, "start"), num_nodes=2),
@@ -92,6 +95,7 @@ MISTAKES = {
     "hang=8:,@5": "say which nodes, as in hang:2@5",
     "cut=4:@5": "say which nodes, as in cut:2@5",
     "leader:2@5": "leader names no nodes",
+    "head:2@5": "head names no nodes",
     "flip=3:2@5": "flip takes no value",
     "flip:2@5.commit": "name only the iteration, as in flip:2@5",
     "flip:2@5.applied": "STEP is one of",
@@ -129,8 +133,16 @@ def test_nothing_but_a_config_error_comes_of_nonsense(text: str) -> None:
 
         assert injection.kind in KINDS
         assert injection.place.step in (*STEPS, AFTER_COMMIT)
-        assert bool(injection.nodes) == (injection.kind != "leader")
+        assert bool(injection.nodes) == (injection.kind not in NODELESS_KINDS)
         assert parse_injection(injection.spec).nodes == injection.nodes
+
+
+def test_the_head_of_nodes_of_this_machine_cannot_be_killed_alone() -> None:
+    """They end with it, and so does the user's own process."""
+    injections = [parse_injection("kill:0@4"), parse_injection("head:@4.commit")]
+    check_on_one_machine(injections[:1])
+    with pytest.raises(ConfigError, match=r"--listen, or kill its coordinator: leader:@4\.commit"):
+        check_on_one_machine(injections)
 
 
 def test_a_node_that_the_job_does_not_have_is_told() -> None:

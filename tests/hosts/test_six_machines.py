@@ -21,6 +21,7 @@ from helpers.machine_jobs import (
     machine_job,
     pids,
 )
+from planaria.core.inject import RECOVERY_STEPS, STEPS
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = [
@@ -32,6 +33,7 @@ pytestmark = [
 
 LINK_SILENCE_S = 120.0  # A connection between nodes breaks after that.
 OUTAGE_S = 60.0
+STRUCK_AT = 30
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +160,22 @@ def test_a_head_that_is_killed_is_started_again(
 
         assert digests(report) == expected
         assert losses(report) == []
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_head_that_is_killed_at_any_step_is_started_again(
+    step: str, machines: Machines, shared: Path, expected: tuple[str, str]
+) -> None:
+    """Of an iteration, or of the recovery from a crash; after a commit, once on another host."""
+    crash = ("--inject", f"crash:1@{STRUCK_AT}") if step in RECOVERY_STEPS else ()
+    with machine_job(machines, shared, *crash, "--inject", f"head:@{STRUCK_AT}.{step}") as job:
+        assert job.head.wait(TIMEOUT_S) == -signal.SIGKILL
+        job.take_up(is_elsewhere=step == "optimizer")
+        report = job.report()
+
+        assert digests(report) == expected
+        assert losses(report) == []
+        assert report["final"]["nodes"] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("loss", ["cut", "dead"])

@@ -17,7 +17,7 @@ from typing import Final
 
 from planaria.core.inject import (
     ITERATION_STEPS,
-    KINDS,
+    LOCAL_KINDS,
     NODELESS_KINDS,
     RECOVERY_STEPS,
     parse_injection,
@@ -56,7 +56,7 @@ class DrawLimits:
     iterations: int
     training_s: float
     lease_s: float
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = LOCAL_KINDS
     temporaries: tuple[str, ...] = TEMPORARIES
 
 

@@ -5,6 +5,7 @@
     hang=8:1@3           stop node 1 for 8 seconds when iteration 3 starts
     leader:@4.commit     kill the coordinator, which is no node
     forkserver:@4        kill the fork server, from which all others are forked; it is no node
+    head:@4.reduce       kill the head of a job on several machines, with its coordinator
     kill:0@5.transfer    kill node 0 in the first recovery that begins at or after iteration 5
     kill:0@~2.5          kill node 0 2.5 seconds after training starts
     flip:2@5             flip a bit of a parameter on node 2 right after the commit of iteration 5
@@ -30,11 +31,13 @@ from planaria.errors import ConfigError
 # Faults of disks: they delay requests in the processes that make them.
 DISKS = ("store", "disk")
 # Faults outside the nodes, whose specs name no nodes.
-NODELESS_KINDS = ("leader", "forkserver", *DISKS)
-KINDS = (
+NODELESS_KINDS = ("leader", "forkserver", "head", *DISKS)
+# Faults that may strike a job whose nodes are processes of one machine.
+LOCAL_KINDS = (
     *("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow", "cut"),
     *("forkserver", *DISKS),
 )
+KINDS = (*LOCAL_KINDS, "head")
 # Kinds whose VALUE is a number of seconds, with the default; 0: for ever.
 SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0, "store": 1.0, "disk": 5.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
@@ -156,6 +159,21 @@ def _join(text: str, nodes: tuple[int, ...], place: Place) -> Injection:
     if len(nodes) != 1 or nodes == (0,):
         raise ConfigError("--inject", text, "say how many nodes join, as in join:2@5")
     return Injection("join", (), place, num_nodes=nodes[0])
+
+
+def check_on_one_machine(injections: Sequence[Injection]) -> None:
+    """Refuses injections that make sense only where the nodes run on other machines.
+
+    Raises:
+        ConfigError: the head is to be killed.
+    """
+    for injection in injections:
+        if injection.kind not in LOCAL_KINDS:
+            remedy = (
+                "the nodes here end with it; start the job with --listen, or kill its coordinator: "
+                f"{replace(injection, kind='leader').spec}"
+            )
+            raise ConfigError("--inject", injection.spec, remedy)
 
 
 def check_on_machines(injections: Sequence[Injection]) -> None:

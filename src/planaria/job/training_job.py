@@ -23,7 +23,7 @@ from planaria.checkpoint.disk.storage import absolute_path
 from planaria.checkpoint.disk.tiers import Start, Tier, tier_of
 from planaria.checkpoint.disk.time_limits import with_short_limit
 from planaria.core.copies import version_name
-from planaria.core.inject import Injection
+from planaria.core.inject import Injection, check_on_one_machine
 from planaria.core.job import JobConfig
 from planaria.core.kinds import Ending
 from planaria.core.machine_messages import MachineFacts
@@ -339,6 +339,7 @@ class Job:
         tier = tier_of(config.checkpoint.directory)
         if listening is None:  # Else the machines look for them.
             check_machine(config)
+            check_on_one_machine(injections)
         _make_ready(config, injections, display)
         calls = [*callbacks, *callbacks_of(config, search_path=self._search_path)]
         early = nullcontext() if listening is None else interrupt_at_leave_signals()

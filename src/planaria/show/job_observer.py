@@ -34,6 +34,7 @@ from planaria.show.words import count_text
 _TARGETS: Final = {
     "leader": "the coordinator",
     "forkserver": "the fork server",
+    "head": "the head",
     "store": "the checkpoint directory",
     "disk": "the journal",
 }

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +113,18 @@ async def _fired_faults(specs: list[str], calls: list[tuple[str, int]]) -> list[
         await asyncio.get_running_loop().run_in_executor(None, probe.report_step, step, iteration)
     injector.close()
     return [injection.spec for injection in fired]
+
+
+def test_a_head_is_killed_last_and_with_all_its_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Faults of the same place strike before. A process that is not there, as 0, is no group."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    fired = asyncio.run(_fired_faults(["head:@5.reduce", "leader:@5.reduce"], [("reduce", 5)]))
+
+    assert fired == ["leader:@5.reduce", "head:@5.reduce"]
+    assert killed == [(os.getpid(), signal.SIGKILL)]
 
 
 def test_nothing_strikes_once_the_job_has_ended() -> None:

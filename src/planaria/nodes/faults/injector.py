@@ -111,7 +111,7 @@ class Injector:
         self._serving: set[asyncio.Task[None]] = set()
         self._nodes = targets.nodes
         # The process that a fault of this kind kills.
-        self._pids = {"leader": targets.leader, "forkserver": targets.server}
+        self._pids = {"leader": targets.leader, "forkserver": targets.server, "head": os.getpid}
         self._join = join
         self._on_fire = on_fire
         self._relay = Relay()
@@ -257,19 +257,27 @@ class Injector:
         """Injects all faults of one place at once."""
         if self._has_ended:
             return
-        for injection in [injection for injection in self._waiting if injection.place == place]:
+        injections = [injection for injection in self._waiting if injection.place == place]
+        for injection in sorted(injections, key=lambda injection: injection.kind == "head"):
             self._waiting.remove(injection)
             self._on_fire(injection)
             if injection.kind == "slow":
                 self._slow.append(injection)
+            if injection.kind == "head":  # At once, as if its machine lost its power.
+                self._kill("leader")
+                self._kill("forkserver")
             if injection.kind in self._pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pids[injection.kind](), signal.SIGKILL)
+                self._kill(injection.kind)
             if injection.kind in DISKS:
                 self._make_disk_slow(injection.kind, injection.value)
             self._join(injection.num_nodes)
             for node in injection.nodes:
                 self._inject_into(injection, node)
+
+    def _kill(self, kind: str) -> None:
+        if pid := self._pids[kind]():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _make_disk_slow(self, disk: str, seconds: float) -> None:
         """Makes a disk slow in all processes, also in those that start while it is slow."""
