@@ -42,7 +42,6 @@ from planaria.show.words import count_text
 from planaria.simulator.economics.compare import Interval, interval
 
 PICTURES: Final = "results"  # Folder beside the page.
-_DRAWN: Final = ("oobleck-table-2", "gemini-figure-15", "odyssey-figure-6")
 _SEEDS: Final = SEED_BLOCKS[-1]
 
 
@@ -322,8 +321,13 @@ def _experiments(experiments: Mapping[str, Sequence[PublishedRow]]) -> Iterator[
         yield _folded(len(table), _table(titles, table))
         if notes:
             yield "\n".join(f"{number}. {note}" for note, number in notes.items())
-        if name in _DRAWN:
+        if _is_drawn(some):
             yield f"![{experiment.title}: published numbers and ours]({PICTURES}/{name}.svg)"
+
+
+def _is_drawn(rows: Sequence[PublishedRow]) -> bool:
+    """Whether a picture of them shows published numbers beside ours."""
+    return any(row.published is not None and row.ours is not None for row in rows)
 
 
 def _has_come_back(row: PublishedRow) -> bool:
@@ -367,7 +371,7 @@ def pictures(lines: Sequence[Line]) -> Iterator[tuple[str, bytes]]:
     if any(_common_seeds(systems, name) for systems in gallery.values() for name in PLANARIAS):
         yield "goodput.svg", _goodput_figure(gallery)
     for name, rows in rows_by_experiment(lines).items():
-        if name in _DRAWN:
+        if _is_drawn(rows):
             yield f"{name}.svg", reproduction_figure(EXPERIMENTS[name], rows, picture="svg")
 
 
