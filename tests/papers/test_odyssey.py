@@ -63,15 +63,19 @@ def test_nothing_is_gained_over_oobleck_unless_its_transitions_take_minutes() ->
 
 
 def test_equation_13_overstates_what_rerouting_costs() -> None:
-    """1.355 lies among the ratios with the largest of the stages, and below all with their sum."""
+    """1.355 lies among the ratios with the largest of the stages, and below all with their sum, for
+    transitions of up to three minutes; with two stages there is little to gain by either."""
     over = {
         key: row.ours
         for key, row in rows("odyssey-figure-8").items()
-        if key[0] == "ReCycle" and row.published == 1.355
+        if key[0] == "ReCycle" and row.published == 1.355 and key[2] in (15.0, 60.0, 180.0)
     }
+    of_two = [ours for key, ours in over.items() if key[1] == "2, 16" and ours]
+    over = {key: ours for key, ours in over.items() if key[1] != "2, 16"}
     sums = [ours for key, ours in over.items() if "sum" in str(key[3]) and ours]
     largest = [ours for key, ours in over.items() if "largest" in str(key[3]) and ours]
 
+    assert max(of_two) < 1.1
     assert min(sums) > 1.5
     assert min(largest) < 1.355 < max(largest)
 

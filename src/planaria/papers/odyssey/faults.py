@@ -39,7 +39,7 @@ _MICROBATCHES: Final = 64
 LAYERS: Final = 32
 DEPTH_MIN: Final = 2
 _NUM_SEEDS: Final = 40
-_LAYOUTS: Final = ((4, 8), (8, 4))  # (PP, DP)
+_LAYOUTS: Final = ((2, 16), (4, 8), (8, 4), (16, 2))  # (PP, DP); all that 32 nodes come out even in
 _OVER_OOBLECK, _OVER_RECYCLE = 1.229, 1.355  # Section V-B.
 _HALVINGS: Final = 9
 _FAST_S, _SLOW_S = 15.0, 60.0
@@ -229,7 +229,7 @@ def figure_8() -> tuple[PublishedRow, ...]:
 def _recycle_rows() -> Iterator[PublishedRow]:
     for depth, number in _LAYOUTS:
         for form in Form:
-            for transition_s in (_FAST_S, 180.0):
+            for transition_s in (_FAST_S, _SLOW_S, 180.0, 600.0):
                 for duration in Duration:
                     yield PublishedRow(
                         {
