@@ -47,6 +47,8 @@ class FakeKubernetes:
         refusal: status with which everything is answered; 0: with what it should be.
         rights: what the service account may do with machines: "get", "patch".
         conditions: those of each machine, by type, beside that it is ready.
+        conditions_since: time since when they are so; "": nobody says.
+        machines: the machines that there are; empty: any.
         cordoned: machines that get no pods any more, by request.
     """
 
@@ -62,6 +64,8 @@ class FakeKubernetes:
         self.refusal = 0
         self.rights: set[str] = set()
         self.conditions: dict[str, dict[str, str]] = {}
+        self.conditions_since = ""
+        self.machines: set[str] = set()
         self.cordoned: list[str] = []
 
     def put_pod(
@@ -74,6 +78,7 @@ class FakeKubernetes:
         verdict: str = "",
         networks: str = "",
         machine: str = "host-3",
+        since: str = "",
     ) -> None:
         """Makes a pod of a Job, or changes it; of no Job if that has no name.
 
@@ -81,6 +86,7 @@ class FakeKubernetes:
             verdict: reason why the pod is not ready; "": it is.
             networks: what Multus says of the pod's networks; "": there is no Multus.
             machine: the machine that it runs on.
+            since: time at which it began there; "": nobody says.
         """
         ready = {"type": "Ready", "status": "False" if verdict else "True", "reason": verdict}
         pod = {
@@ -92,7 +98,12 @@ class FakeKubernetes:
                 **({"annotations": {_NETWORKS: networks}} if networks else {}),
             },
             "spec": {"nodeName": machine},
-            "status": {"podIP": address, "phase": phase, "conditions": [ready]},
+            "status": {
+                "podIP": address,
+                "phase": phase,
+                "conditions": [ready],
+                **({"startTime": since} if since else {}),
+            },
         }
         self._write(name, pod)
 
@@ -178,7 +189,10 @@ class FakeKubernetes:
                 return 422, {"kind": "Status", "message": f"what is {body!r}"}
             self.cordoned.append(name)
         kinds = {"Ready": "True", "MemoryPressure": "False"} | self.conditions.get(name, {})
-        conditions = [{"type": kind, "status": value} for kind, value in kinds.items()]
+        if self.machines and name not in self.machines:
+            return 404, {"kind": "Status", "message": f"{name} not found"}
+        since = {"lastTransitionTime": self.conditions_since} if self.conditions_since else {}
+        conditions = [{"type": kind, "status": value, **since} for kind, value in kinds.items()]
         return 200, {"kind": "Node", "status": {"conditions": conditions}}
 
 

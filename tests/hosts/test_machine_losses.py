@@ -3,6 +3,7 @@
 However it goes, the job ends with the bits that it has on one machine.
 """
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_a_head_on_another_host_at_an_address_that_nobody_knows_takes_the_job_up
 
 
 @pytest.mark.long
+@needs_namespaces
 def test_a_machine_that_its_scheduler_calls_bad_is_left_once_a_worker_has_failed_there(
     machines: Machines, shared: Path, expected: tuple[str, str]
 ) -> None:
@@ -145,9 +147,8 @@ def test_a_machine_that_its_scheduler_calls_bad_is_left_once_a_worker_has_failed
             [bad] = [host for host in machines.node_hosts if job.node(host) == 2]
             (scheduler.directory / "bad").write_text(bad.name)
             told = "Slurm calls it fail (ECC errors)"
-            job.head.wait_for_line(
-                f"^node 2 leaves the job, .* unfit: {told}$", timeout_s=TIMEOUT_S
-            )
+            line = rf"^node 2 leaves the job, .* unfit: {re.escape(told)}$"
+            job.head.wait_for_line(line, timeout_s=TIMEOUT_S)
             assert machines.agents[bad.index].wait(TIMEOUT_S) == EXIT_AGAIN
             again = job.join(bad)
             assert again.wait(TIMEOUT_S) == EXIT_AGAIN

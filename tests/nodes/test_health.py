@@ -1,5 +1,6 @@
 """Whether a machine is fit for a node, with drivers and commands of the test's own."""
 
+import asyncio
 import json
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import pytest
 
 from planaria.core.job import ClusterConfig, JobConfig
 from planaria.nodes import health
-from planaria.nodes.health import health_problem
+from planaria.nodes.health import health_problem, health_problem_in_time
 
 CPU: Final = JobConfig(cluster=ClusterConfig(device="cpu"))
 GPU: Final = JobConfig(cluster=ClusterConfig(device="cuda", devices_per_node=2))
@@ -83,17 +84,17 @@ def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "tmp") in health_problem(CPU)
 
 
-def test_a_machine_that_ec2_retires_is_unfit_once_its_worker_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before, it may work for weeks. Elsewhere nobody asks EC2."""
+def test_a_machine_that_ec2_retires_is_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once its node has left, or it would get the next one. Elsewhere nobody asks EC2."""
     monkeypatch.setattr(health, "ec2_problem", lambda: "EC2 retires it")
 
     assert health_problem(CPU, has_node=True, notice="ec2") == "EC2 retires it"
     job = replace(CPU, cluster=replace(CPU.cluster, notice="ec2"))
     assert health_problem(job, has_node=True) == "EC2 retires it"
     assert health_problem(job, has_node=True, notice="slurm") == ""
-    assert health_problem(job) == ""
+    assert health_problem(job) == "EC2 retires it"
+    assert asyncio.run(health_problem_in_time(CPU, "ec2")) == "EC2 retires it"
+    assert health_problem(CPU) == ""
 
 
 def test_the_users_own_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,13 @@ def health_problem(job: JobConfig, *, has_node: bool = False, notice: str = "") 
     return ""
 
 
-async def health_problem_in_time(job: JobConfig) -> str:
+async def health_problem_in_time(job: JobConfig, notice: str) -> str:
     """The same for a machine without a node, in at most EXAMINATION_S, by a thread."""
     try:
         async with asyncio.timeout(EXAMINATION_S):
-            return await answer_of_thread(partial(health_problem, job), name="health")
+            return await answer_of_thread(
+                partial(health_problem, job, notice=notice), name="health"
+            )
     except TimeoutError:
         return f"it was examined for {EXAMINATION_S:g} s, and something there hangs"
     except OSError as error:
@@ -92,7 +94,7 @@ def _checks(job: JobConfig, *, has_node: bool) -> Iterator[Callable[[], str]]:
         since_s = time.monotonic() - _RECENT_S
         yield partial(_kernel_problem, _KERNEL_LOG, since_s=since_s)
         yield _device_problem
-    if has_node and job.cluster.notice == "ec2":  # A retirement may be weeks ahead.
+    if job.cluster.notice == "ec2":
         yield ec2_problem
     if job.cluster.health_check:
         yield partial(_command_problem, job.cluster.health_check)

@@ -528,7 +528,7 @@ class _Machine:
 
     async def _is_fit(self, job: JobConfig) -> bool:
         """Whether this machine is fit for a node; if not, it ends, once its node has left."""
-        problem = await health_problem_in_time(job)
+        problem = await health_problem_in_time(job, self._spec.notice)
         if problem and self._node.number >= 0:  # The head was quicker.
             self._leave_code = EXIT_AGAIN
             self._spec.note(f"this machine can take no other node: {problem}")

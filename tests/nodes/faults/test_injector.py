@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -95,13 +94,15 @@ def test_a_recovery_begins_at_the_iteration_that_was_reached_before_the_loss() -
     assert asyncio.run(_fired_faults(specs, calls)) == specs[:2]
 
 
-async def _fired_faults(specs: list[str], calls: list[tuple[str, int]]) -> list[str]:
+async def _fired_faults(
+    specs: list[str], calls: list[tuple[str, int]], *, leader: int = 0
+) -> list[str]:
     """The faults that fire if the workers of node 0 reach these steps."""
     injections = [parse_injection(spec) for spec in specs]
     fired: list[Injection] = []
     injector = Injector(
         injections,
-        Targets(nodes=LocalFaults({}), leader=lambda: 0, server=lambda: 0),
+        Targets(nodes=LocalFaults({}), leader=lambda: leader, server=lambda: 0),
         token=TOKEN,
         join=lambda _: None,
         on_fire=fired.append,
@@ -119,12 +120,12 @@ def test_a_head_is_killed_last_and_with_all_its_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Faults of the same place strike before. A process that is not there, as 0, is no group."""
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
-    fired = asyncio.run(_fired_faults(["head:@5.reduce", "leader:@5.reduce"], [("reduce", 5)]))
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    specs, calls = ["head:@5.reduce", "kill:9@5.reduce"], [("reduce", 5)]
 
-    assert fired == ["leader:@5.reduce", "head:@5.reduce"]
-    assert killed == [(os.getpid(), signal.SIGKILL)]
+    assert asyncio.run(_fired_faults(specs, calls, leader=11)) == specs[::-1]
+    assert killed == [11, os.getpid()]
 
 
 def test_nothing_strikes_once_the_job_has_ended() -> None:

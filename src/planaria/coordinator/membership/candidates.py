@@ -103,6 +103,9 @@ def on_leave_request(
     leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s, is_unfit)
     if isinstance(event, NoticeTaken) and not event.reason:
         leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
+    if is_unfit:  # What its workers have raised is the machine's fault, and not the job's.
+        crashes = tuple(crash for crash in state.troubles.crashes if crash.node != node)
+        state = replace(state, troubles=replace(state.troubles, crashes=crashes))
     before = members.leaving.get(node)
     if before is not None and leave.kind in (ChangeKind.DRAIN, before.kind):
         # The same request came before, but a later notice may leave less time.
@@ -119,9 +122,6 @@ def on_leave_request(
         members = replace(members, postponed=postponed)
     notices: tuple[Notify, ...] = ()
     if isinstance(event, NoticeTaken) and event.reason:
-        # What its workers have raised is the machine's fault, and not the job's.
-        crashes = tuple(crash for crash in state.troubles.crashes if crash.node != node)
-        state = replace(state, troubles=replace(state.troubles, crashes=crashes))
         text = f"node {node} leaves the job, because its machine is unfit: {event.reason}"
         notices = (Notify(Warned(text=text, unfit=(node,), event="unfit")),)
     if state.is_member(node):

@@ -263,7 +263,7 @@ class Injector:
             self._on_fire(injection)
             if injection.kind == "slow":
                 self._slow.append(injection)
-            if injection.kind == "head":  # At once, as if its machine lost its power.
+            if injection.kind == "head":  # Nobody on its machine is left of it.
                 self._kill("leader")
                 self._kill("forkserver")
             if injection.kind in self._pids:

@@ -40,6 +40,7 @@ class Asked:
         self.threads: set[str] = set()
         self.verdicts: list[str] = []
         self.given_back: list[LostMachine] = []
+        self.num_refusals_to_take = 0
 
     def ask_for_machine(self, lost: LostMachine) -> str:
         self.threads.add(threading.current_thread().name)
@@ -56,6 +57,9 @@ class Asked:
         return self.verdicts.pop(0)
 
     def give_back(self, machine: LostMachine) -> str:
+        if self.num_refusals_to_take:
+            self.num_refusals_to_take -= 1
+            raise OSError("it cannot be taken back now")
         self.given_back.append(machine)
         return "it is cordoned"
 
@@ -316,4 +320,64 @@ async def test_no_machine_is_unfit_because_its_platform_has_nothing_against_it_o
 
         assert not told
         assert sum(note.startswith(silent) for note in head.notes) == 1
-        assert all(machine.is_ready for machine in head.machines.connected)
+        assert not any(machine.is_unfit for machine in head.machines.connected)
+
+
+@runs
+async def test_a_verdict_that_is_withdrawn_before_the_node_has_left_counts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may need the node for hours. A healthy machine was told nothing of what is wrong, and
+    Kubernetes kept from it."""
+    platform = Asked()
+    platform.verdicts = ["it is down", ""]
+    async with arriving_machines(tmp_path) as head:
+        asks, told = judging(head, platform, monkeypatch)
+        first = await run_first_node(head)
+        asks.on_coordinator_message(crashed(0))
+        await wait_until(lambda: bool(told))
+        monkeypatch.setattr(machine_operator, "_VERDICT_S", 0.0)
+        asks.on_coordinator_message(Warned(text="it is down", unfit=(0,)))
+        first.tell(NodeEnded(node=0, status=0))
+        await wait_until(lambda: head.machines.num_ready == 1)
+
+        assert not platform.given_back
+        assert head.machines.has_room
+
+
+@runs
+async def test_a_second_crash_has_the_platform_asked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler knows of it only some time later; it was asked too early for the second one."""
+    platform = Asked()
+    platform.verdicts = ["", "it is down"]
+    async with arriving_machines(tmp_path) as head:
+        asks, told = judging(head, platform, monkeypatch)
+        monkeypatch.setattr(machine_operator, "_VERDICT_PAUSES_S", (0.0, NEVER_S))
+        await run_first_node(head)
+        asks.on_coordinator_message(crashed(0))
+        await wait_until(lambda: len(platform.verdicts) == 1)
+        asks.on_coordinator_message(crashed(0))
+        await wait_until(lambda: bool(told))
+
+        assert told == [(0, "it is down")]
+
+
+@runs
+async def test_what_is_refused_is_given_back_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server was restarted; the user is told once. The machine has found out itself that
+    it is unfit."""
+    monkeypatch.setattr(machine_operator, "_AGAIN_S", SOON_S)
+    platform = Asked()
+    platform.num_refusals_to_take = 3
+    async with arriving_machines(tmp_path) as head:
+        asks, _ = judging(head, platform, monkeypatch)
+        first = await run_first_node(head)
+        asks.on_coordinator_message(Warned(text="it is hot", unfit=(0,)))
+        first.tell(NodeEnded(node=0, status=0))
+        await wait_until(lambda: bool(platform.given_back))
+
+        assert sum("it cannot be taken back now" in note for note in head.notes) == 1

@@ -389,6 +389,7 @@ def test_kubernetes_says_what_it_has_against_a_machine(kubernetes: FakeKubernete
             "MemoryPressure": "True",
             "AcceleratedHardwareReady": "True",
             "StorageReady": "Unknown",
+            "DiskNotReady": "False",
         }
     }
     assert platform.verdict_on("host-3", LOST.host) == ""
@@ -411,8 +412,34 @@ def test_without_a_right_to_machines_pods_alone_tell_of_them(
         assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says NodeLost of it"
     assert caplog.text.count("GET nodes/host-3: Kubernetes answered 403") == 1
     kubernetes.put_pod("cluster-3-def", LOST.host)
-
     assert platform.verdict_on("host-3", LOST.host) == ""
+    kubernetes.rights = {"get"}
+    kubernetes.conditions["host-3"] = {"KernelDeadlock": "True"}
+
+    assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says KernelDeadlock = True of it"
+
+
+def test_a_machine_that_kubernetes_has_not_any_more_is_unfit(kubernetes: FakeKubernetes) -> None:
+    """Somebody has deleted it, and its pod stays for a while."""
+    kubernetes.put_pod("cluster-3-def", LOST.host, machine="gone")
+    kubernetes.rights, kubernetes.machines = {"get"}, {"host-0", "host-3"}
+
+    told = "Kubernetes says that it has no such machine of it"
+    assert in_pod(kubernetes).verdict_on("gone", LOST.host) == told
+
+
+def test_what_was_so_before_the_pod_began_does_not_speak_against_its_machine(
+    kubernetes: FakeKubernetes,
+) -> None:
+    """The machine has worked with it, whatever it means (EtcdIsVoter of k3s is no defect)."""
+    kubernetes.put_pod("cluster-3-def", LOST.host, since="2026-01-31T12:00:00Z")
+    kubernetes.rights, kubernetes.conditions = {"get"}, {"host-3": {"EtcdIsVoter": "True"}}
+    kubernetes.conditions_since = "2026-01-31T11:59:59Z"
+    platform = in_pod(kubernetes)
+    assert platform.verdict_on("host-3", LOST.host) == ""
+    kubernetes.conditions_since = "2026-01-31T12:00:01Z"
+
+    assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says EtcdIsVoter = True of it"
 
 
 def test_no_pod_comes_to_an_unfit_machine_again(kubernetes: FakeKubernetes) -> None:
@@ -422,7 +449,7 @@ def test_no_pod_comes_to_an_unfit_machine_again(kubernetes: FakeKubernetes) -> N
     kubernetes.rights = {"get", "patch"}
     platform = in_pod(kubernetes)
 
-    told = "host-3 is cordoned, and pod cluster-3-def deleted; the Job makes another"
+    told = "host-3 is cordoned, and pod cluster-3-def is deleted; the Job makes another"
     assert platform.give_back(LOST) == told
     assert kubernetes.cordoned == ["host-3"]
     assert "cluster-3-def" not in kubernetes.pods
@@ -433,12 +460,20 @@ def test_no_pod_comes_to_an_unfit_machine_again(kubernetes: FakeKubernetes) -> N
 
 
 def test_who_may_not_take_machines_away_is_told_what_does(kubernetes: FakeKubernetes) -> None:
-    """A new pod would come to the same machine, so this one stays."""
+    """A new pod would come to the same machine, so this one stays; but none comes to one that is
+    silent, whose pod nobody else would ever delete."""
     kubernetes.put_pod("cluster-3-def", LOST.host)
-    told = in_pod(kubernetes).give_back(LOST)
-
-    assert told.endswith("kubectl cordon host-3; kubectl delete pod cluster-3-def")
+    platform = in_pod(kubernetes)
+    with pytest.raises(
+        PermissionError, match="kubectl cordon host-3; kubectl delete pod cluster-3-def"
+    ):
+        platform.give_back(LOST)
     assert "cluster-3-def" in kubernetes.pods
+    kubernetes.put_pod("cluster-3-def", LOST.host, verdict="NodeNotReady")
+
+    told = "Kubernetes gives host-3 no pods, and pod cluster-3-def is deleted"
+    assert platform.give_back(LOST).startswith(told)
+    assert "cluster-3-def" not in kubernetes.pods
 
 
 def test_kubernetes_is_of_use_in_a_pod_only(kubernetes: FakeKubernetes) -> None:

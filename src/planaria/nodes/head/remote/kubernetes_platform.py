@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import logging
+import re
 import ssl
 import time
 import urllib.parse
@@ -35,11 +36,12 @@ _OWN_POD_TEXT: Final = "its pod is that of the head, and stays"
 _POD: Final = "PLANARIA_KUBERNETES_POD"
 _JOB: Final = "PLANARIA_KUBERNETES_JOB"
 _OK: Final = range(200, 300)
+_ERRORS: Final = {403: PermissionError, 404: FileNotFoundError}
 # Kubernetes calls the pods of a silent machine unready after 40 to 50 s, and binds no pod to it
 # from then on. One that stays ready for so long runs on a machine that the job alone cannot reach.
 _READY_S: Final = 60.0
 # Conditions of a machine that are true while all is well. Any other one is true if it is not.
-_GOOD_CONDITIONS: Final = ("Ready", "Healthy", "Available")
+_GOOD: Final = re.compile(r"(?<!Not)(?<!Un)(Ready|Healthy|Available)$")
 # Those that what runs on a machine may bring about by itself.
 _OWN_CONDITIONS: Final = ("MemoryPressure", "DiskPressure", "PIDPressure")
 
@@ -67,7 +69,7 @@ class KubernetesPlatform:
             raise ConfigError(OPTION, "kubernetes", remedy)
         self._host, self._account = host, account
         self._pod, self._job = (environment.get(name, "") for name in (_POD, _JOB))
-        self._reads_machines = True  # Until that turns out to be forbidden.
+        self._has_warned = False  # That what Kubernetes knows of machines cannot be read.
         self._seen_s: dict[str, float] = {}  # When each pod was first taken for lost, by its UID.
         if not (self._pod and self._job):
             remedy = f"${_POD} and ${_JOB} must name this pod and its Job, as the manifest has them"
@@ -86,27 +88,34 @@ class KubernetesPlatform:
         if not running:
             return f"no pod of the Job {self._job} has that address, so none is deleted"
         self._check_unready(running)
-        text = f"pod {self._delete(running)} is deleted, so that the Job makes another"
-        verdicts = ", ".join(reason for pod in running for reason in _against_pod(pod["status"]))
+        names = self._delete(running, "MachineLost", "the head of the job has lost the machine")
+        text = f"pod {names} is deleted, so that the Job makes another"
+        verdicts = ", ".join(reason for pod in running for reason in _pod_verdicts(pod["status"]))
         return f"{text}; Kubernetes says {verdicts} of it" if verdicts else text
 
     def verdict_on(self, name: str, host: str) -> str:
         """See Platform: conditions of its pod, and its own if the service account may read them."""
         pods = [pod for pod in self._pods_at(host) if _is_running(pod)]
-        reasons = [reason for pod in pods for reason in _against_pod(pod["status"])]
+        reasons = [reason for pod in pods for reason in _pod_verdicts(pod["status"])]
         name = next((pod["spec"]["nodeName"] for pod in pods), name)
-        if self._reads_machines:
-            try:
-                machine = self._call("GET", f"nodes/{urllib.parse.quote(name)}")
-            except PermissionError as error:
-                self._reads_machines = False
-                hint = "docs/CLUSTER.md says how the job may know"
-                logger.warning(
-                    "what Kubernetes knows of machines is not asked: %s; %s", error, hint
-                )
-            else:
-                reasons += _against_machine(machine["status"])
+        since = min((pod["status"].get("startTime", "") for pod in pods), default="")
+        try:
+            machine = self._call("GET", f"nodes/{urllib.parse.quote(name)}")
+            reasons += _machine_verdicts(machine["status"], since=since)
+        except PermissionError as error:
+            self._warn_once(error)
+        except FileNotFoundError:
+            reasons.append("that it has no such machine")
+        except OSError:
+            if not reasons:
+                raise
         return f"Kubernetes says {', '.join(dict.fromkeys(reasons))} of it" if reasons else ""
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._has_warned:
+            hint = "docs/CLUSTER.md says how the job may"
+            logger.warning("what Kubernetes knows of machines is not read: %s; %s", error, hint)
+        self._has_warned = True
 
     def give_back(self, machine: LostMachine) -> str:
         """See Platform: keeps new pods away from it, and deletes its pod, if it may."""
@@ -116,16 +125,20 @@ class KubernetesPlatform:
         if self._is_own(pods):
             return _OWN_POD_TEXT
         name = pods[0]["spec"]["nodeName"]
+        done = f"{name} is cordoned"
         try:
             path = f"nodes/{urllib.parse.quote(name)}"
             self._call("PATCH", path, {"spec": {"unschedulable": True}})
-        except PermissionError:
-            pod = pods[0]["metadata"]["name"]
-            return (
-                f"it is not for this job to take {name} away from Kubernetes: kubectl cordon "
-                f"{name}; kubectl delete pod {pod}"
-            )
-        return f"{name} is cordoned, and pod {self._delete(pods)} deleted; the Job makes another"
+        except PermissionError as error:
+            if any(_has_condition(pod["status"], "Ready", "True") for pod in pods):
+                pod = pods[0]["metadata"]["name"]
+                raise PermissionError(
+                    f"it is not for this job to take {name} away from Kubernetes: kubectl cordon "
+                    f"{name}; kubectl delete pod {pod}"
+                ) from error
+            done = f"Kubernetes gives {name} no pods"  # Its machine has been silent.
+        names = self._delete(pods, "MachineUnfit", "a worker has failed on the machine")
+        return f"{done}, and pod {names} is deleted; the Job makes another"
 
     def _pods_at(self, host: str) -> list[Mapping[str, Any]]:
         """The pods of the Job that have an address."""
@@ -136,10 +149,22 @@ class KubernetesPlatform:
     def _is_own(self, pods: Sequence[Mapping[str, Any]]) -> bool:
         return any(pod["metadata"]["name"] == self._pod for pod in pods)
 
-    def _delete(self, pods: Sequence[Mapping[str, Any]]) -> str:
-        """Has the Job make others in place of pods; returns the names of these."""
+    def _delete(self, pods: Sequence[Mapping[str, Any]], reason: str, message: str) -> str:
+        """Has the Job make others in place of pods; returns the names of these.
+
+        Args:
+            reason, message: those of the condition with which they end.
+        """
+        condition = {
+            "type": "DisruptionTarget",
+            "status": "True",
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
         for pod in pods:
-            self._fail_and_delete(pod["metadata"]["name"], uid=pod["metadata"]["uid"])
+            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+            self._fail_and_delete(name, uid=uid, condition=condition)
         return ", ".join(pod["metadata"]["name"] for pod in pods)
 
     def _check_unready(self, pods: Sequence[Mapping[str, Any]]) -> None:
@@ -155,19 +180,12 @@ class KubernetesPlatform:
                 name = pod["metadata"]["name"]
                 raise OSError(f"Kubernetes has not missed its machine yet, and calls {name} ready")
 
-    def _fail_and_delete(self, name: str, *, uid: str) -> None:
+    def _fail_and_delete(self, name: str, *, uid: str, condition: Mapping[str, str]) -> None:
         """Has the Job make another pod, without counting this one as a failure of its index.
 
         It is deleted as well, so that a machine that comes back ends it.
         """
         path = f"{self._pods_path}/{urllib.parse.quote(name)}"
-        condition = {
-            "type": "DisruptionTarget",
-            "status": "True",
-            "reason": "MachineLost",
-            "message": "the head of the job has lost the machine",
-            "lastTransitionTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }
         status = {"phase": "Failed", "conditions": [condition]}
         self._call("PATCH", f"{path}/status", {"metadata": {"uid": uid}, "status": status})
         options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
@@ -185,6 +203,7 @@ class KubernetesPlatform:
 
         Raises:
             PermissionError: this service account may not do that.
+            FileNotFoundError: there is no such object to read.
             OSError: the server does not answer, or refuses for another reason.
         """
         token = (self._account / "token").read_text(encoding="utf-8").strip()  # It is renewed.
@@ -207,8 +226,7 @@ class KubernetesPlatform:
             if response.status == http.HTTPStatus.NOT_FOUND and method != "GET":
                 return {}  # Somebody else was quicker.
             if response.status not in _OK:
-                is_forbidden = response.status == http.HTTPStatus.FORBIDDEN
-                error = PermissionError if is_forbidden else OSError
+                error = _ERRORS.get(response.status, OSError)
                 reason = text[:TEXT_CHARACTERS_MAX]
                 raise error(f"{what}: Kubernetes answered {response.status}: {reason}")
             return json.loads(text)
@@ -236,7 +254,7 @@ def _is_running(pod: Mapping[str, Any]) -> bool:
     return bool(pod.get("status", {}).get("phase") == "Running")
 
 
-def _against_pod(status: Mapping[str, Any]) -> list[str]:
+def _pod_verdicts(status: Mapping[str, Any]) -> list[str]:
     """What Kubernetes says against a pod: that it is not ready, or is to be taken away."""
     against = {"Ready": ("False", "Unknown"), "DisruptionTarget": ("True",)}
     return [
@@ -246,14 +264,20 @@ def _against_pod(status: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _against_machine(status: Mapping[str, Any]) -> list[str]:
-    """The conditions that Kubernetes, or a detector of problems there, has against a machine."""
+def _machine_verdicts(status: Mapping[str, Any], *, since: str) -> list[str]:
+    """What Kubernetes, or a detector of problems, says against a machine.
+
+    Args:
+        since: time at which the job's pod there began. A condition that is older did not keep the
+            machine from working, whatever it means.
+    """
     reasons = []
     for condition in status.get("conditions", ()):
         kind, value = condition["type"], condition["status"]
-        is_bad = value == ("False" if kind.endswith(_GOOD_CONDITIONS) else "True")
+        is_bad = value == ("False" if _GOOD.search(kind) else "True")
         is_silent = kind == "Ready" and value == "Unknown"
-        if (is_bad or is_silent) and kind not in _OWN_CONDITIONS:
+        is_old = since and condition.get("lastTransitionTime", since) < since
+        if (is_bad or is_silent) and not is_old and kind not in _OWN_CONDITIONS:
             reason = condition.get("reason")
             reasons.append(f"{kind} = {value}" + (f" ({reason})" if reason else ""))
     return reasons

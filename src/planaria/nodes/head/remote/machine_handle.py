@@ -62,8 +62,8 @@ class MachineHandle:
         writer: stream to it; None: its connection is broken.
         is_ready: whether it can run a node as soon as it is connected.
         is_leaving: whether it takes no further node.
-        is_condemned: whether its platform says that something is wrong with it, so that it gets no
-            node until that is not so.
+        is_unfit: whether its platform says that something is wrong with it, so that it gets no node
+            until that is not so.
         has_code: whether it has the user's modules, and only their digests are to travel.
         run: run that it belonged to when it came.
         node: node that it runs; -1: none.
@@ -80,7 +80,7 @@ class MachineHandle:
         self.run = ""
         self.writer: asyncio.StreamWriter | None = None
         self.is_ready = False
-        self.is_leaving = self.is_condemned = self.has_code = False
+        self.is_leaving = self.is_unfit = self.has_code = False
         self.node = self.missing_node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX + 1)
         self.broken_s = time.monotonic()
@@ -90,7 +90,7 @@ class MachineHandle:
     @property
     def is_free(self) -> bool:
         """Whether it can be asked for a node now."""
-        is_usable = self.is_ready and not (self.is_leaving or self.is_condemned)
+        is_usable = self.is_ready and not (self.is_leaving or self.is_unfit)
         return self.writer is not None and is_usable and self.node < 0
 
     def may_run(self, now_s: float, *, is_needed: bool = False) -> bool:
@@ -281,8 +281,8 @@ def add_machine(
     return machine
 
 
-async def no_objection(machine: MachineHandle) -> str:
-    """Nothing that stands in the way of a machine; see Machines.objection."""
+async def no_verdict(machine: MachineHandle) -> str:
+    """Nobody says that a machine is unfit; see Machines.ask_verdict."""
     del machine
     return ""
 

@@ -4,9 +4,10 @@ A machine whose agent is started again, or whose network comes back, returns by 
 machine is asked for only once it has been away for a while; one that was told to leave is asked for
 at once. What the platform refuses is asked for again, after longer and longer pauses.
 
-When a worker fails and its node lives, the platform is asked what it has against the machine. If
-it has anything, the machine is unfit: its node leaves in peace, what was raised there counts no
-more against the job, and it gets no node until the platform has changed its mind.
+When the job recovers from a failure in a worker whose node lives, the platform is asked for its
+verdict on the machine. If there is one, the machine is unfit: its node leaves in peace, what was
+raised there counts no more against the job, and it gets no node until the platform has changed its
+mind.
 
 Source: Gemini (SOSP '23), section 6.2 (cloud operator).
 """
@@ -15,13 +16,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 from planaria.coordinator.membership.standby import names_leaving_nodes, nodes_to_replace
 from planaria.core.kinds import LossKind
-from planaria.core.machine_messages import MachineFacts, MachineUnfit
+from planaria.core.machine_messages import MachineUnfit
 from planaria.core.records import Recovering, ToLauncher, Warned
 from planaria.errors import ConfigError
 from planaria.nodes.daemon_threads import answer_of_thread
@@ -78,6 +79,10 @@ def open_platform(
     return CommandPlatform(text, head=heads[0], environment=environment)
 
 
+# Works on the machine of a node.
+_Work = Callable[[int, MachineHandle], Coroutine[Any, Any, None]]
+
+
 class MachineOperator:
     """Asks for a machine in place of each lost one; see CloudOperator.
 
@@ -107,10 +112,10 @@ class MachineOperator:
         self._nodes: set[int] = set()
         self._unfit: set[int] = set()  # Nodes whose machines are unfit.
         self._asking: dict[str, asyncio.Task[None]] = {}  # By address of the lost machine.
-        self._watching: dict[tuple[str, int], asyncio.Task[None]] = {}
-        # What the platform has against machines, by name and address, and when it said so.
-        self._verdicts: dict[tuple[str, str], tuple[str, float]] = {}
-        machines.objection = self._objection
+        self._working: dict[tuple[str, int], asyncio.Task[None]] = {}
+        # The platform's verdicts on machines, by name, and when it gave them.
+        self._verdicts: dict[str, tuple[str, float]] = {}
+        machines.ask_verdict = self._standing_verdict
 
     def replace(self, nodes: Collection[int], *, are_lost: bool) -> None:
         """See CloudOperator."""
@@ -136,10 +141,10 @@ class MachineOperator:
         self._unfit.update(unfit)
         self.replace(nodes_to_replace(message), are_lost=not names_leaving_nodes(message))
         for node in unfit:
-            self._watch("give back", node, self._give_back)
+            self._start(node, self._give_back)
         if isinstance(message, Recovering) and message.kind in (LossKind.CRASH, LossKind.STALL):
             for node in message.nodes:
-                self._watch("judge", node, self._judge)
+                self._start(node, self._judge, restarts=True)
 
     def _lost(self, machine: MachineHandle, node: int, *, is_leaving: bool) -> LostMachine:
         facts, is_unfit = machine.facts, node in self._unfit
@@ -155,8 +160,9 @@ class MachineOperator:
         """Asks for a machine until the platform has taken the request, or the lost one is back."""
         if not lost.is_leaving:
             await asyncio.sleep(self._return_s)
-        pause_s = _AGAIN_S
-        while lost.is_leaving or not self._is_back(lost):
+        for pause_s in _pauses_s():
+            if not lost.is_leaving and self._is_back(lost):
+                return
             try:
                 ask = partial(self._platform.ask_for_machine, lost)
                 text = await answer_of_thread(ask, name="operator")
@@ -166,7 +172,6 @@ class MachineOperator:
                     f"asking again in {pause_s:.0f} s"
                 )
                 await asyncio.sleep(pause_s)
-                pause_s = min(2.0 * pause_s, _AGAIN_S_MAX)
             else:
                 self.note(f"asked for a machine in place of {lost.name} ({lost.host}): {text}")
                 return
@@ -187,81 +192,100 @@ class MachineOperator:
 
     # -- unfit machines ---------------------------------------------------------------------------
 
-    def _watch(
-        self,
-        what: str,
-        node: int,
-        work: Callable[[int, MachineHandle], Coroutine[Any, Any, None]],
-    ) -> None:
-        """Does a work with the machine of a node, unless the same is under way."""
-        machine, key = self._machines.machine_of(node), (what, node)
-        if machine is None or key in self._watching:
+    def _start(self, node: int, work: _Work, *, restarts: bool = False) -> None:
+        """Starts a work on the machine of a node, unless the same is under way.
+
+        Args:
+            restarts: whether it begins anew then.
+        """
+        machine, key = self._machines.machine_of(node), (work.__name__, node)
+        if machine is None:
             return
-        task = self._watching[key] = asyncio.create_task(work(node, machine))
-        task.add_done_callback(lambda _: self._watching.pop(key, None))
+        if running := self._working.get(key):
+            if not restarts:
+                return
+            running.cancel()
+        task = self._working[key] = asyncio.create_task(work(node, machine))
+        task.add_done_callback(partial(self._on_end, key))
+
+    def _on_end(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
+        if self._working.get(key) is task:
+            del self._working[key]
 
     def _is_out(self, node: int) -> bool:
         """Whether a node is out of the job, or has ended."""
         return node not in self._machines.live_nodes or self._machines.is_gone(node)
 
     async def _judge(self, node: int, machine: MachineHandle) -> None:
-        """Asks the platform what it has against a machine, and takes its node away if anything."""
+        """Asks the platform for its verdict on a machine; if there is one, has the node leave."""
         for pause_s in _VERDICT_PAUSES_S:
             await asyncio.sleep(pause_s)
             if self._is_out(node):
                 return
             try:
-                verdict = await self._verdict(machine.facts)
+                verdict = await self._ask_verdict(machine)
             except OSError as error:
                 self.note(f"the platform does not say whether {machine.name} is well: {error}")
                 continue
-            if verdict and not self._is_out(node):
-                machine.is_condemned = True
+            if verdict:
                 self.report_unfit(node, verdict)
+                self._start(node, self._give_back)
                 return
 
-    async def _verdict(self, facts: MachineFacts) -> str:
-        """What the platform has against a machine; "": nothing.
+    async def _ask_verdict(self, machine: MachineHandle) -> str:
+        """The platform's verdict on a machine; "": there is none.
 
         Raises:
             OSError: it does not answer.
         """
+        facts = machine.facts
         ask = partial(self._platform.verdict_on, facts.name, facts.host)
         text = await answer_of_thread(ask, name="operator")
-        self._verdicts.pop(key := (facts.name, facts.host), None)
+        self._verdicts.pop(facts.name, None)
         if text:
-            self._verdicts[key] = (text, time.monotonic())
+            self._verdicts[facts.name] = (text, time.monotonic())
+        machine.is_unfit = bool(text)
         return text
 
-    async def _objection(self, machine: MachineHandle) -> str:
-        """What the platform still has against a machine that comes again; "": nothing."""
-        text, said_s = self._verdicts.get((machine.facts.name, machine.facts.host), ("", 0.0))
-        if text and time.monotonic() - said_s > _VERDICT_S:
+    async def _standing_verdict(self, machine: MachineHandle) -> str:
+        """The verdict on a machine without a node, if one was given and still holds; "": none."""
+        text, given_s = self._verdicts.get(machine.facts.name, ("", 0.0))
+        if text and time.monotonic() - given_s > _VERDICT_S:
             try:
-                text = await self._verdict(machine.facts)
+                text = await self._ask_verdict(machine)
             except OSError as error:
-                logger.warning("what was said of %s still counts: %s", machine.name, error)
-        machine.is_condemned = bool(text)
+                logger.warning("the verdict on %s still counts: %s", machine.name, error)
+        machine.is_unfit = bool(text)
         return text
 
     async def _give_back(self, node: int, machine: MachineHandle) -> None:
-        """Has the platform take back an unfit machine, once its node is out of the job."""
+        """Has the platform take an unfit machine back, once its node is out of the job.
+
+        What the platform refuses is asked for again, and what a person is to do is told once.
+        """
         while not self._is_out(node):
             await asyncio.sleep(_POLL_S)
-        if machine.is_condemned:  # Its agent knows of nothing that is wrong with it.
-            text, _ = self._verdicts.get((machine.facts.name, machine.facts.host), ("", 0.0))
-            machine.tell(MachineUnfit(text))
-        lost = self._lost(machine, node, is_leaving=False)
-        try:
-            text = await answer_of_thread(partial(self._platform.give_back, lost), name="operator")
-        except OSError as error:
-            text = f"it could not be given back: {error}"
-        if text:
-            self.note(f"{lost.name} ({lost.host}) is unfit: {text}")
+        if machine.is_unfit:  # Its agent does not know of it.
+            if not (verdict := await self._standing_verdict(machine)):
+                return
+            machine.tell(MachineUnfit(verdict))
+        lost, told = self._lost(machine, node, is_leaving=False), ""
+        for pause_s in _pauses_s():
+            try:
+                give = partial(self._platform.give_back, lost)
+                text, is_over = await answer_of_thread(give, name="operator"), True
+            except OSError as error:
+                text, is_over = str(error), False
+            if text and text != told:
+                self.note(f"{lost.name} ({lost.host}) is unfit: {text}")
+            if is_over:
+                return
+            told = text
+            await asyncio.sleep(pause_s)
 
     def close(self) -> None:
         """See CloudOperator."""
-        for task in (*self._asking.values(), *self._watching.values()):
+        for task in (*self._asking.values(), *self._working.values()):
             task.cancel()
 
     async def cancel_requests(self) -> None:
@@ -271,3 +295,11 @@ class MachineOperator:
                 await answer_of_thread(self._platform.cancel_requests, name="operator")
         except OSError as error:  # TimeoutError is an OSError.
             self.note(f"machines that were asked for may still come: {error}")
+
+
+def _pauses_s() -> Iterator[float]:
+    """The pauses after refusals, without end."""
+    pause_s = _AGAIN_S
+    while True:
+        yield pause_s
+        pause_s = min(2.0 * pause_s, _AGAIN_S_MAX)

@@ -60,7 +60,7 @@ from planaria.nodes.head.remote.machine_handle import (
     known_machine,
     loopback_problem,
     name_again,
-    no_objection,
+    no_verdict,
 )
 from planaria.nodes.head.remote.machine_places import MachinePlaces
 from planaria.nodes.head.remote.run_nodes import RunNodes, agent_ended
@@ -90,7 +90,7 @@ class Machines:
     Attributes:
         offer: see above.
         on_free: callback, called when a machine can run a node; set once the job has begun.
-        objection: tells why a machine without a node cannot have one for now; "": it can.
+        ask_verdict: tells why a machine is unfit as its platform says; "": it does not say so.
         on_end: callback, called with the end of each node; set once the job has begun.
         on_injected: callback, called with the node that a machine has injected a fault into.
         node_log: numbers of the nodes that were started; set once the job has begun.
@@ -111,7 +111,7 @@ class Machines:
     ) -> None:
         self.is_waiting = self._is_stopped = self._is_closed = False
         self.on_free: Callable[[], None] = lambda: None
-        self.objection: Callable[[MachineHandle], Awaitable[str]] = no_objection
+        self.ask_verdict: Callable[[MachineHandle], Awaitable[str]] = no_verdict
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
         self.on_injected: Callable[[int], None] = lambda _: None
         self.node_log: NodeLog | None = None
@@ -545,9 +545,10 @@ class Machines:
 
     async def _check(self, machine: MachineHandle, ready: MachineReady) -> None:
         """Lets a machine take part if it is like the others; one with a node was checked before."""
-        problem, is_final, writer = "", True, machine.writer
+        problem, verdict, is_final, writer = "", "", True, machine.writer
         try:
-            problem = "" if machine.node >= 0 else await self._problem(machine, ready)
+            if machine.node < 0 and not (problem := await self._problem(machine, ready)):
+                verdict = await self.ask_verdict(machine)
         except (CheckpointError, MemoryError, OSError) as error:  # It may pass until the next try.
             problem, is_final = f"the head could not look for its answer: {error}", False
         except Exception as error:  # A fault of the head, and the machine waits for a word.
@@ -555,10 +556,9 @@ class Machines:
             problem = f"the head could not compare it with the others: {error!r}"
         if ready.run != self.offer.run or machine.writer is not writer:
             return  # Another run has begun, or it is gone or back: it says anew that it is ready.
-        if not problem and machine.node < 0 and (objection := await self.objection(machine)):
-            machine.tell(MachineUnfit(objection))  # It answers with the same.
-            return
-        if problem:
+        if verdict:
+            machine.tell(MachineUnfit(verdict))  # It answers with the same.
+        elif problem:
             self._turn_away(machine, problem, is_final=is_final)
         else:
             machine.is_ready = True
