@@ -142,7 +142,7 @@ class TrainingConfig:
         "what the backward computes again, so that the forward need not keep it; auto: the planner "
         "chooses it for each layer of a stage, and nothing where memory is enough; none: nothing; "
         "selective: all but matrix products and attention; full (or true): all activations of a "
-        "block; the bits do not depend on it",
+        "block; the bits do not depend on it; selective does not go with compile",
     )
     compile: bool = _key(
         False,
@@ -220,7 +220,8 @@ class ResilienceConfig:
         "microbatches go around lost nodes (ReCycle); repartition: a search finds pipelines of "
         "any depth for the nodes that are left (Odyssey); morph: the best grid of equal "
         "pipelines, from the newest save (Varuna); absorb: a neighbour keeps a lost node's layers "
-        "in step and computes them, which takes about twice the memory (Bamboo); rollback: "
+        "in step and computes them, which takes about twice the memory, on nodes of one device "
+        "(Bamboo); rollback: "
         "standby nodes take the places of lost nodes, if there are any (Gemini); adaptive: the "
         "answer that is expected to train the most samples before the next failure",
     )
@@ -303,7 +304,8 @@ class CheckpointConfig:
     failure_domains: tuple[tuple[int, ...], ...] = _key(
         (),
         "nodes that may fail together, by number, such as [[0, 1], [2, 3]]; their copies are kept "
-        "outside their domain; with agents on several machines use planaria agent --domain NAME",
+        "outside their domain; refused with agents on several machines, where planaria agent "
+        "--domain NAME says it",
     )
     buffer_bytes: int = _key(
         8 << 20, "bytes of the buffers in which each rank sends copies to each node that keeps them"
@@ -357,7 +359,8 @@ class ClusterConfig:
     grant_s: float = _key(
         0.0,
         "seconds until another machine is granted for a lost one; if too few nodes are left to go "
-        "on, the job waits twice as long and 10 s more for it; 0: the job asks for no machine",
+        "on, the job waits twice as long and 10 s more for it; 0: the job asks for no machine; "
+        "refused with agents on several machines, where --operator says whom to ask",
     )
     devices_per_node: int = _key(1, "number of devices in each node")
     device: str = _key(
@@ -371,7 +374,8 @@ class ClusterConfig:
         "auto",
         "how tensors go from rank to rank; host: over TCP, through the memory of the machines; "
         "nccl: from GPU to GPU (not run on two GPUs yet); auto: nccl where every rank has an "
-        "NVIDIA GPU of its own and torch has NCCL, else host, and a line says why",
+        "NVIDIA GPU of its own, torch has NCCL and encryption is off, else host, and a line says "
+        "why",
     )
     device_memory_bytes: int = _key(
         0,
@@ -385,7 +389,8 @@ class ClusterConfig:
         "a line says so; 0: the rank's share of half of what the machine has left when it starts",
     )
     lease_s: float = _key(
-        3.0, "a node counts as lost when nothing has come from it for this many seconds"
+        3.0,
+        "a node counts as lost when nothing has come from it for this many seconds; at least 0.5",
     )
     patience_s: float = _key(
         600.0,
@@ -401,12 +406,13 @@ class ClusterConfig:
     checksums: Literal["auto", "on", "off"] = _key(
         "auto",
         "auto: messages between ranks have checksums where nodes are on several machines; on, off: "
-        "they have them everywhere, or nowhere",
+        "they have them everywhere, or nowhere; what NCCL carries has none",
     )
     encryption: Literal["off", "on"] = _key(
         "off",
         "on: messages between ranks are encrypted by TLS 1.3, so that nobody can read or change "
-        "them on their way; off: they are plain; what goes to a head is encrypted in any case",
+        "them on their way, and never go over NCCL, which encrypts nothing; off: they are plain; "
+        "what goes to a head is encrypted in any case",
     )
     notice_s: float = _key(
         30.0, "seconds from a notice that says no time, as a SIGTERM, until the node is gone"

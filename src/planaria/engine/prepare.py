@@ -33,7 +33,12 @@ from planaria.data.padding import refuse_unhidden_padding
 from planaria.data.saved_rows import HELD_OUT, left_out_text, unused_columns_text
 from planaria.data.text import TokenDataset
 from planaria.engine.blame import mistake_of, text_of, user_traceback
-from planaria.engine.comm.choice import fallback_text, nccl_obstacle, transport_mistake
+from planaria.engine.comm.choice import (
+    ENCRYPTED,
+    fallback_text,
+    nccl_obstacle,
+    transport_mistake,
+)
 from planaria.engine.devices import Device, find_device
 from planaria.engine.iteration.evaluation import load_evaluation, try_evaluation
 from planaria.engine.optimizer import learning_rate, optimizer_factory
@@ -373,6 +378,8 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
     cluster = request.job.cluster
     num_nodes = cluster.nodes if request.processors else 1  # All nodes share this machine, or none.
     reason = nccl_obstacle(device, num_ranks=num_nodes * cluster.devices_per_node)
+    if cluster.encryption == "on":
+        reason = ENCRYPTED
     if reason and cluster.transport == "nccl":
         raise transport_mistake(reason)
     is_silent = not reason or cluster.transport == "host" or device.place.type == "cpu"

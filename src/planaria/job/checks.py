@@ -389,6 +389,9 @@ def _check_cluster(cluster: ClusterConfig) -> None:
     if 0 < cluster.max_nodes < cluster.nodes:
         remedy = f"must be at least cluster.nodes = {cluster.nodes}, or 0 for the same number"
         raise ConfigError("cluster.max_nodes", cluster.max_nodes, remedy)
+    if (cluster.transport, cluster.encryption) == ("nccl", "on"):
+        remedy = 'NCCL encrypts nothing; take cluster.transport = "host", or "auto", which does'
+        raise ConfigError("cluster.encryption", "on", remedy)
     if cluster.notice:
         parse_notice_source(cluster.notice, field="cluster.notice")  # Of whatever machine.
 

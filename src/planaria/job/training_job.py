@@ -337,10 +337,7 @@ class Job:
         options = _RunOptions(resume, state, tuple(injections), server, output, listening)
         config, display = self.config, display or SilentDisplay()
         tier = tier_of(config.checkpoint.directory)
-        if listening is None:  # Else the machines look for them.
-            check_machine(config)
-            check_on_one_machine(injections)
-        _make_ready(config, injections, display)
+        _make_ready(config, injections, display, is_here=listening is None)
         calls = [*callbacks, *callbacks_of(config, search_path=self._search_path)]
         early = nullcontext() if listening is None else interrupt_at_leave_signals()
         with restore_handlers(), ExitStack() as held:
@@ -476,8 +473,17 @@ def _plan_of(
     return planned
 
 
-def _make_ready(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
-    """Warns of what a user should know, and makes room for the job's open files."""
+def _make_ready(
+    config: JobConfig, injections: Sequence[Injection], display: Display, *, is_here: bool
+) -> None:
+    """Warns of what a user should know, and makes room for the job's open files.
+
+    Args:
+        is_here: whether all nodes run on this machine; else each machine is examined as it comes.
+    """
+    if is_here:
+        check_machine(config)
+        check_on_one_machine(injections)
     refuse_while_importing()
     num_joining = sum(injection.num_nodes for injection in injections)
     for warning in warnings_of(config, num_joining=num_joining):

@@ -164,10 +164,10 @@ def ec2_problem(metadata_url: str = "") -> str:
     source = parse_notice_source("ec2", metadata_url=metadata_url)
     assert isinstance(source, _Ec2Source)
     try:
-        for event in source.scheduled():
+        for event in source.events():
             if event.code in _EC2_RETIREMENTS:
-                told = f"{event.code} at {event.not_before} ({event.description})"
-                return f"EC2 has scheduled {told}; stop it and start it anew, on other hardware"
+                text = f"{event.code} at {event.not_before} ({event.description})"
+                return f"EC2 has scheduled {text}; stop it and start it anew, on other hardware"
     except (OSError, ValueError) as error:
         logger.warning("what EC2 has against this machine cannot be read: %s", error)
     return ""
@@ -312,7 +312,7 @@ class _Ec2Source:
             raise ValueError(f"spot/instance-action is {text[:200]!r} ({error})") from error
         return min(_EC2_NOTICE_S, _seconds_left(action.time, self._default_s))
 
-    def scheduled(self) -> list[_ScheduledEvent]:
+    def events(self) -> list[_ScheduledEvent]:
         """The events after which the instance does not run as before; see `read` for errors."""
         text = self._value("events/maintenance/scheduled")
         try:
@@ -323,7 +323,7 @@ class _Ec2Source:
 
     def _event_after_s(self) -> float | None:
         """Seconds until the next scheduled event, if that is soon."""
-        events = self.scheduled()
+        events = self.events()
         for event in set(events) - self._seen:
             logger.warning("EC2 has scheduled %s of this machine: %s", event.code, event.not_before)
         self._seen.update(events)

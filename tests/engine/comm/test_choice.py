@@ -22,6 +22,7 @@ from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import Device
 from planaria.errors import ConfigError, PeerLostError
+from planaria.job.checks import check_job
 from planaria.schedule.lower import rank_schedule
 
 OTHER_MACHINES = ("10.0.0.1", "10.0.0.2")
@@ -129,6 +130,24 @@ def test_whoever_cannot_use_nccl_keeps_all_from_it(caplog: pytest.LogCaptureFixt
         with pytest.raises(ConfigError, match=reason) as mistake:
             opened(devices, OTHER_MACHINES, job_with("nccl"))
         assert mistake_of(mistake.value)[:2] == ("cluster.transport", '"nccl"')
+
+
+@pytest.mark.usefixtures("nccl")
+def test_what_is_to_be_encrypted_does_not_go_over_nccl(caplog: pytest.LogCaptureFixture) -> None:
+    """Activations, gradients and copies went in the clear where every rank had a GPU, and the job
+    file said that nobody could read them."""
+    plain = job_with("auto")
+    job = replace(plain, cluster=replace(plain.cluster, encryption="on"))
+    for hosts in (THIS_MACHINE, OTHER_MACHINES):
+        comms, _ = opened([Gpu("a"), Gpu("b")], hosts, job)
+        assert [type(comm) for comm in comms] == [HostComm, HostComm]
+
+    assert caplog.text.count("because cluster.encryption is on, and NCCL encrypts nothing") == 2
+    asks = replace(job, cluster=replace(job.cluster, transport="nccl"))
+    with pytest.raises(ConfigError, match="NCCL encrypts nothing"):
+        check_job(asks)
+    with pytest.raises(ConfigError, match="NCCL encrypts nothing"):
+        opened([Gpu("a"), Gpu("b")], OTHER_MACHINES, asks)
 
 
 @pytest.mark.usefixtures("nccl")

@@ -34,6 +34,7 @@ from planaria.transport.sockets import is_loopback
 logger = logging.getLogger(__name__)
 
 _EXACT_BITS: Final = 52  # Whole numbers of so many bits are exact in float64.
+ENCRYPTED: Final = "cluster.encryption is on, and NCCL encrypts nothing"
 _FAILURES_MAX: Final = 2  # One less than the broken epochs that cost a node.
 
 
@@ -77,6 +78,8 @@ def open_comm(
     reason = ""
     if transport == "host" or job.cluster.device in ("cpu", LATE) or job.model.kind == "paced":
         reason = "the job says so"
+    elif job.cluster.encryption == "on":
+        reason = ENCRYPTED
     elif all(map(is_loopback, hosts)):  # All ranks find the same devices here.
         reason = nccl_obstacle(device, num_ranks=len(ranks))
     if not reason:

@@ -131,7 +131,7 @@ class MachineOperator:
             if machine.facts.host in self._asking:
                 continue
             host = machine.facts.host
-            lost = self._lost(machine, node, is_leaving=not are_lost)
+            lost = self._lost_machine(machine, node, is_leaving=not are_lost)
             task = self._asking[host] = asyncio.create_task(self._ask(lost))
             task.add_done_callback(partial(self._on_answer, host))
 
@@ -146,7 +146,7 @@ class MachineOperator:
             for node in message.nodes:
                 self._start(node, self._judge, restarts=True)
 
-    def _lost(self, machine: MachineHandle, node: int, *, is_leaving: bool) -> LostMachine:
+    def _lost_machine(self, machine: MachineHandle, node: int, *, is_leaving: bool) -> LostMachine:
         facts, is_unfit = machine.facts, node in self._unfit
         return LostMachine(facts.name, facts.host, is_leaving=is_leaving, is_unfit=is_unfit)
 
@@ -269,18 +269,18 @@ class MachineOperator:
             if not (verdict := await self._standing_verdict(machine)):
                 return
             machine.tell(MachineUnfit(verdict))
-        lost, told = self._lost(machine, node, is_leaving=False), ""
+        lost, last_text = self._lost_machine(machine, node, is_leaving=False), ""
         for pause_s in _pauses_s():
             try:
                 give = partial(self._platform.give_back, lost)
                 text, is_over = await answer_of_thread(give, name="operator"), True
             except OSError as error:
                 text, is_over = str(error), False
-            if text and text != told:
+            if text and text != last_text:
                 self.note(f"{lost.name} ({lost.host}) is unfit: {text}")
             if is_over:
                 return
-            told = text
+            last_text = text
             await asyncio.sleep(pause_s)
 
     def close(self) -> None:

@@ -98,9 +98,9 @@ class SlurmPlatform:
     def verdict_on(self, name: str, host: str) -> str:
         """See Platform: that it is down, drained, failing, or does not answer Slurm."""
         del host
-        told = self._state(name)
-        state = told.partition(" ")[0]
-        return f"Slurm calls it {told}" if state.startswith(_BAD) or "*" in state else ""
+        text = self._state(name)
+        state = text.partition(" ")[0]
+        return f"Slurm calls it {text}" if state.startswith(_BAD) or "*" in state else ""
 
     def give_back(self, machine: LostMachine) -> str:
         """See Platform. The job of a spare machine ends with its agent."""
