@@ -6,6 +6,9 @@ serves on a test host until it is killed, and prints its port. Pods are files in
 that the test, which plays the controller, may be elsewhere. As there, a pod of a Job that is
 deleted stays, with the time of that, until it has failed or succeeded: only then does the Job's
 controller take its finalizer away.
+
+Where kubernetes-validate is installed, what a request changes or says must be what the schema of
+Kubernetes allows.
 """
 
 import http.server
@@ -32,6 +35,8 @@ _JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 _NETWORKS: Final = "k8s.v1.cni.cncf.io/network-status"
 _FINALIZER: Final = "batch.kubernetes.io/job-tracking"
 _PATCH: Final = "application/strategic-merge-patch+json"
+_VERSION: Final = "1.33.0"
+_DELETE_OPTIONS: Final = {"gracePeriodSeconds", "preconditions"}  # These are not in its schemas.
 _TERMINAL: Final = ("Failed", "Succeeded")
 
 
@@ -97,7 +102,7 @@ class FakeKubernetes:
                 "finalizers": [_FINALIZER] if job else [],
                 **({"annotations": {_NETWORKS: networks}} if networks else {}),
             },
-            "spec": {"nodeName": machine},
+            "spec": {"nodeName": machine, "containers": [{"name": "planaria"}]},
             "status": {
                 "podIP": address,
                 "phase": phase,
@@ -158,6 +163,8 @@ class FakeKubernetes:
         if name not in pods:
             return 404, {"kind": "Status", "message": f"{name} not found"}
         pod, request = pods[name], json.loads(body)
+        if method == "DELETE" and request.keys() - _DELETE_OPTIONS:
+            return 422, {"kind": "Status", "message": f"what is {request}?"}
         facts = request["preconditions" if method == "DELETE" else "metadata"]
         if facts["uid"] != pod["metadata"]["uid"]:
             return 409, {"kind": "Status", "message": "the UID differs"}
@@ -171,6 +178,8 @@ class FakeKubernetes:
             conditions = [*pod["status"]["conditions"], *request["status"]["conditions"]]
             by_type = {condition["type"]: condition for condition in conditions}
             pod["status"] |= {**request["status"], "conditions": [*by_type.values()]}
+            if problem := _problem("Pod", pod):
+                return 422, {"kind": "Status", "message": problem}
             with self._patched.open("a") as file:
                 file.write(json.dumps(pod["status"]) + "\n")
         else:
@@ -185,8 +194,10 @@ class FakeKubernetes:
         if method.lower() not in self.rights:
             return 403, {"kind": "Status", "message": f"cannot {method.lower()} resource nodes"}
         if method == "PATCH":
-            if content != _PATCH or json.loads(body) != {"spec": {"unschedulable": True}}:
-                return 422, {"kind": "Status", "message": f"what is {body!r}"}
+            problem = "" if content == _PATCH else f"the test knows {_PATCH} alone"
+            if problem := problem or _problem("Node", json.loads(body)):
+                return 422, {"kind": "Status", "message": problem}
+            assert json.loads(body) == {"spec": {"unschedulable": True}}
             self.cordoned.append(name)
         kinds = {"Ready": "True", "MemoryPressure": "False"} | self.conditions.get(name, {})
         if self.machines and name not in self.machines:
@@ -194,6 +205,20 @@ class FakeKubernetes:
         since = {"lastTransitionTime": self.conditions_since} if self.conditions_since else {}
         conditions = [{"type": kind, "status": value, **since} for kind, value in kinds.items()]
         return 200, {"kind": "Node", "status": {"conditions": conditions}}
+
+
+def _problem(kind: str, body: Mapping[str, Any]) -> str:
+    """Why the schema of Kubernetes refuses an object; "": it does not, or is not installed."""
+    try:
+        import kubernetes_validate
+    except ImportError:
+        return ""
+    try:
+        named = {"apiVersion": "v1", "kind": kind, **body}
+        kubernetes_validate.validate(named, _VERSION, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return str(error)
+    return ""
 
 
 def _entries(path: Path) -> list[Any]:
