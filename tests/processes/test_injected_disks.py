@@ -26,6 +26,7 @@ STORE_S = 0.2
             (f"store={STORE_S}:@1", "kill:1@4", "leader:@6"), marks=pytest.mark.long, id="store"
         ),
         pytest.param(("disk=2:@4", "kill:1@4"), id="disk"),
+        pytest.param(("refuse=2:@1", "kill:1@4", "refuse=2:@7"), id="refuse"),
     ],
 )
 def test_a_slow_disk_changes_no_bit(
@@ -33,7 +34,7 @@ def test_a_slow_disk_changes_no_bit(
 ) -> None:
     """The store stays slow for processes that come later; records wait for the journal's disk. A
     coordinator that says the newest order again had ranks leave their last save out, if one before
-    it was still being written."""
+    it was still being written. A store that refuses costs saves alone, and at the end some time."""
     config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, checkpoint=replace(config.checkpoint, persist_every=2))
 
@@ -44,5 +45,7 @@ def test_a_slow_disk_changes_no_bit(
     if specs[0].startswith("store"):
         # Each rank writes some layers, one after the other; then the save is made complete.
         assert result.report.checkpoints["disk"]["checkpoint_s"] > 3 * STORE_S
-    else:
+    elif specs[0].startswith("disk"):
         assert loss.downtime_s > 1.0, "the record of members waited for the disk"
+    else:
+        assert any(event.kind == "save_failed" for event in result.report.events)

@@ -15,6 +15,7 @@
     cut=4:2,3@5          nodes 2 and 3 have no network to all other nodes for 4 seconds
     store=2:@5           from then on each request to the checkpoint directory takes 2 s longer
     disk=4:@5            the disk of the coordinator's journal does not answer for 4 seconds
+    refuse=2:@5          the checkpoint directory refuses everything for 2 seconds, as if full
 
 All specs with the same place take effect together.
 
@@ -28,8 +29,8 @@ from dataclasses import dataclass, replace
 
 from planaria.errors import ConfigError
 
-# Faults of disks: they delay requests in the processes that make them.
-DISKS = ("store", "disk")
+# Faults of disks: they delay or refuse requests in the processes that make them.
+DISKS = ("store", "disk", "refuse")
 # Faults outside the nodes, whose specs name no nodes.
 NODELESS_KINDS = ("leader", "forkserver", "head", *DISKS)
 # Faults that may strike a job whose nodes are processes of one machine.
@@ -39,7 +40,7 @@ LOCAL_KINDS = (
 )
 KINDS = (*LOCAL_KINDS, "head")
 # Kinds whose VALUE is a number of seconds, with the default; 0: for ever.
-SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0, "store": 1.0, "disk": 5.0}
+SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0, "store": 1.0, "disk": 5.0, "refuse": 2.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
 RECOVERY_STEPS = ("detect", "decide", "regroup", "transfer", "resume")
 STEPS = (*ITERATION_STEPS, *RECOVERY_STEPS)
@@ -79,7 +80,7 @@ class Injection:
 
     Attributes:
         nodes: nodes that the fault hits; empty for faults outside the nodes and for joins.
-        value: meaning by kind. hang, cut, disk: seconds that the fault lasts (0: for ever).
+        value: meaning by kind. hang, cut, disk, refuse: seconds that the fault lasts (0: for ever).
             preempt: seconds from the notice until the node is killed. slow: factor on the node's
             seconds. store: seconds that each request to the checkpoint directory takes longer.
         num_nodes: number of nodes that join; 0 for other kinds.

@@ -137,7 +137,7 @@ class Worker:
         self._report_step = probe.report_step
         if spec.heeds:
             cut = cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
-            probe.listen(cut=cut, slow={"store": gate.slow})
+            probe.listen(cut=cut, slow={"store": gate.slow, "refuse": gate.refuse})
         self._is_leaving = False
         # State of the epoch that is served.
         self._executor: Executor | None = None

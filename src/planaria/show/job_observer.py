@@ -37,6 +37,7 @@ _TARGETS: Final = {
     "head": "the head",
     "store": "the checkpoint directory",
     "disk": "the journal",
+    "refuse": "the checkpoint directory",
 }
 
 _COMMITS_MAX: Final = 4096  # A save that takes more iterations to be complete is not counted.

@@ -31,6 +31,7 @@ _JOB_TEXTS = {
     "forkserver": "the fork server was killed",
     "store": "the checkpoint directory became slow",
     "disk": "the disk of the journal did not answer",
+    "refuse": "the checkpoint directory refused everything",
 }
 
 

@@ -54,7 +54,7 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
 
 
 class Slowed(msgspec.Struct, frozen=True, tag=True):
-    """A message of the launcher: a disk is slow from now on.
+    """A message of the launcher: a disk is slow, or refuses requests, from now on.
 
     Attributes:
         disk: one of DISKS.

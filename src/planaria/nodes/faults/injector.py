@@ -280,9 +280,9 @@ class Injector:
                 os.kill(pid, signal.SIGKILL)
 
     def _make_disk_slow(self, disk: str, seconds: float) -> None:
-        """Makes a disk slow in all processes, also in those that start while it is slow."""
+        """Makes a disk slow, or full, in all processes, also in those that start meanwhile."""
         slowed = Slowed(disk, seconds)
-        end_s = time.monotonic() + seconds if disk == "disk" else math.inf
+        end_s = math.inf if disk == "store" else time.monotonic() + seconds
         self._slow_disks[disk] = slowed, end_s
         for connection in itertools.chain(*self._connections.values()):
             _tell(connection, slowed)

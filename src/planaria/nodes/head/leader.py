@@ -125,7 +125,8 @@ class _Leader:
         )
         self._disk, self._store_of_saves = Gate(), Gate()
         if spec.heeds:
-            slow = {"disk": self._disk.shut, "store": self._store_of_saves.slow}
+            saves = self._store_of_saves
+            slow = {"disk": self._disk.shut, "store": saves.slow, "refuse": saves.refuse}
             self._probe.listen(cut=lambda *_: None, slow=slow)
         self._events: asyncio.Queue[Queued] = asyncio.Queue()
         self._agents: set[_AgentSocket] = set()
