@@ -11,12 +11,13 @@ from helpers.coordinated import (
     of_type,
     save_failure,
     small_rules,
+    worker_exit,
     worker_failure,
 )
-from helpers.fake_cluster import FakeCluster
+from helpers.fake_cluster import FakeCluster, FakeNode
 from helpers.raising import MISTAKE, NEXT, PLAN, UNREADABLE, ending, saves, trained
 from planaria.coordinator.commands import MembersRecorded, RecordMembers, Tell, Tick
-from planaria.coordinator.crashes import FAILING_S_MAX
+from planaria.coordinator.crashes import CRASHES_MAX, FAILING_S_MAX
 from planaria.coordinator.state import Phase
 from planaria.coordinator.step import step
 from planaria.core.kinds import Ending
@@ -76,6 +77,27 @@ def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
     assert end.ending is Ending.FAILED
     assert end.failure is not None
     assert "were not saved: ranks [2] do not answer" in end.failure.traceback
+
+
+def test_a_failed_job_waits_for_no_worker_that_is_still_being_loaded() -> None:
+    """It holds nothing, and loads for longer than all others are waited for: what they held was
+    thrown away."""
+    cluster = trained(rules=replace(small_rules(), n0=4))
+    for _ in range(CRASHES_MAX - 1):
+        cluster.crash(1)
+    pid = cluster.nodes[1].pid
+    cluster.nodes[1] = FakeNode(cluster.nodes[1].agent, is_alive=False)  # It says nothing yet.
+    cluster.hear(worker_exit(1, status=-9, pid=pid))
+    assert cluster.state.stop.failure is not None
+    assert cluster.state.phase is Phase.STOPPING
+    cluster.hear(Tick(), now_s=NOW_S + FAILING_S_MAX)
+    assert cluster.state.phase is Phase.STOPPING
+    cluster.hear(Tick(), now_s=NOW_S + FAILING_S_MAX + 1.0)
+
+    (order,) = saves(cluster)
+    assert set(range(10)) == {layer for layers in order.layers.values() for layer in layers}
+    assert 1 not in order.layers
+    assert ending(cluster).ending is Ending.FAILED
 
 
 def test_a_failed_job_saves_where_the_disk_of_records_was_slow() -> None:

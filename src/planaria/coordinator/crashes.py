@@ -41,6 +41,7 @@ from planaria.core.messages import (
     CopySpoilt,
     Raised,
     SaveLayers,
+    Stopped,
     WorkerExited,
     WorkerFailed,
     WorkerReady,
@@ -388,11 +389,21 @@ def writers(state: JobState) -> tuple[int, ...]:
 
 
 def give_up_last_save(state: JobState) -> Step:
-    """Ends a failed job that cannot save its live layers (`is_unsavable`)."""
+    """Ends a failed job that cannot save its live layers (`is_unsavable`).
+
+    It saves them after all if only workers do not answer that have not reported yet: these load the
+    model or the data, for as long as that takes, and hold nothing.
+    """
     if state.phase is Phase.JOINING:
         silent = [rank for rank in writers(state) if rank not in state.workers]
     else:
         silent = [rank for rank in state.ranks if rank not in state.facts.answers]
+        if silent and not any(rank in state.workers for rank in silent):
+            answers = state.facts.answers
+            for rank in silent:
+                nothing = Stopped(rank=rank, epoch=state.epoch, ages={}, complete=())
+                answers = answers.plus(rank, nothing)
+            return replace(state, facts=replace(state.facts, answers=answers)), ()
     if silent:
         return _end_unsaved(state, f"ranks {silent} do not answer")
     return _end_unsaved(state, f"the disk of saves did not answer for {FAILING_S_MAX:g} s")

@@ -78,10 +78,12 @@ def provide_layers(
 def layers_on_disk(tier: Tier, source: str, layers: Sequence[int]) -> dict[int, State]:
     """The states of layers in version `source` of the disk tier; empty if `source` is "".
 
+    A version from which nothing is needed is not read: it may be gone.
+
     Raises:
         SpoiltError: the version cannot be read.
     """
-    if not source:
+    if not source or not layers:
         return {}
     states: dict[int, State] = {}
     layer = -1
