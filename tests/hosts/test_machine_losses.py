@@ -139,6 +139,7 @@ def test_a_machine_that_its_scheduler_calls_bad_is_left_once_a_worker_has_failed
     peace, and whoever starts its agent again hears why it gets no other."""
     scheduler = FakeScheduler(shared / "fakes")
     scheduler.write("sinfo", SINFO)
+    scheduler.use_planaria()
     names = ("PATH", "FAKES", "SLURM_JOB_ID")
     machines.head_environment = {name: scheduler.environment[name] for name in names}
     options = ("--operator", "slurm", "--inject", "crash:2@30")

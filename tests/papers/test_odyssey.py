@@ -75,7 +75,7 @@ def test_equation_13_overstates_what_rerouting_costs() -> None:
     sums = [ours for key, ours in over.items() if "sum" in str(key[3]) and ours]
     largest = [ours for key, ours in over.items() if "largest" in str(key[3]) and ours]
 
-    assert max(of_two) < 1.1
+    assert max(of_two) < 1.25
     assert min(sums) > 1.5
     assert min(largest) < 1.355 < max(largest)
 
@@ -90,6 +90,13 @@ def test_a_stage_without_nodes_cannot_be_rerouted() -> None:
     assert best.nodes == (1, 3)
     assert iteration == best.iteration
     assert transition_s == 7.0
+
+
+def test_as_many_pipelines_are_formed_as_fit() -> None:
+    """With three of 32 nodes missing neither 16 pipelines of two fit nor 15; it was one of 29."""
+    plan = EquationPlan((2,) * 16, tuple(range(32)), 80.0, frozenset({1, 4, 9}))
+
+    assert len(plan.best_plan().depths) == 14
 
 
 def test_rerouting_costs_the_sum_or_the_largest_share() -> None:

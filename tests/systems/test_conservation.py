@@ -179,6 +179,22 @@ def test_a_loss_while_a_job_starts_again_makes_it_start_once_more(system: System
     assert seconds[1] == pytest.approx(seconds[2] + 10.0, abs=0.1)
 
 
+def test_a_neighbour_that_is_still_loading_takes_nothing_over() -> None:
+    """Bamboo began its rendezvous anew in its authors' simulator; here the loss cost nothing."""
+    costs = RecoveryCosts(startup_s=0.0, save_bytes_per_s=1e9)
+    setting = setting_with(costs, nodes=6, microbatches=18, memory_bytes=200_000_000_000)
+    seconds = []
+    for losses in (((0, 1),), ((0, 1), (3,))):
+        job = Bamboo().begin(setting)
+        for number, nodes in enumerate(losses):
+            job.lose(nodes, 20_000.0 + 10.0 * number)
+        job.run_until(21_000.0)
+        parts = job.account.ledger.parts()
+        seconds.append(parts[Category.REGROUP] + parts[Category.TRANSFER])
+
+    assert seconds[1] == pytest.approx(seconds[0] + 10.0, rel=0.25)
+
+
 @pytest.mark.parametrize("system", [ReCycle(), Odyssey(), Oobleck(), Replicas()], ids=named)
 def test_a_loss_does_not_make_a_job_start_sooner(system: System) -> None:
     """What is left of its start is not skipped."""

@@ -135,3 +135,15 @@ def test_a_node_that_comes_back_makes_the_job_as_fast_as_before() -> None:
     before = committed_at(run, 31_000.0)
 
     assert (committed_at(run, 51_000.0) - before) / 20_000.0 == pytest.approx(rate, rel=0.02)
+
+
+def test_pipelines_are_formed_anew_when_more_nodes_are_missing_than_one_pipeline_has() -> None:
+    """Eight pipelines of two: with 13 nodes neither eight nor seven fit, and the answer was gone
+    until enough nodes came back."""
+    run = MEAN.begin(setting_with(nodes=16, microbatches=64))
+    run.run_until(50_000.0)
+    run.lose((1, 4, 9), 50_000.0)
+    run.run_until(51_000.0)
+
+    assert run.account.ledger.parts()["restart"] > 0.0
+    assert run.account.num_restarts == 0

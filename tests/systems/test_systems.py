@@ -293,3 +293,14 @@ def test_a_save_of_oobleck_before_it_stops_takes_time() -> None:
     write_s = sum(small().setting.layer_bytes) / 6 / 1e8
     assert result.ledger["checkpoint_stall"] == pytest.approx(write_s)
     assert result.num_redone == 0
+
+
+@pytest.mark.parametrize("system", [Restart(), PLANARIA], ids=lambda system: system.name)
+def test_a_notice_at_the_very_start_makes_no_loss_of_nodes_that_never_were_there(
+    system: System,
+) -> None:
+    """Nodes under maintenance counted as lost at time 0 if a notice was due then."""
+    notice = Occurrence(0.0, NOTICE, (1,), deadline_s=50.0)
+    away, lost = Occurrence(0.0, LOST, (2,)), Occurrence(50.0, LOST, (1,))
+
+    assert outcome(small(), notice, away, lost, system=system).num_failures == 1

@@ -92,6 +92,7 @@ class JobObserver:
         self._has_begun = False
         self._committed_s: dict[int, float] = {}  # By iterations done, newer than what is saved.
         self._checkpoint_s: list[float] = []
+        self._saved_at_s: list[float] = []  # Moments of the commits that complete saves are of.
 
     def on_message(self, message: ToLauncher) -> None:
         """See `Observer` in nodes/head/observer.py."""
@@ -222,6 +223,8 @@ class JobObserver:
         retrieval_s = {tier: fmean(seconds or (0.0,)) for tier, seconds in reads_s.items()}
         checkpoint_s = fmean(saves) if saves else 0.0
         period_s = every * fmean(record.seconds for record in records) if records else 0.0
+        if len(at_s := self._saved_at_s) > 1:  # A save is left out while one is being written.
+            period_s = (at_s[-1] - at_s[0]) / (len(at_s) - 1)
         wasted_s = checkpoint_s + period_s / 2.0 + retrieval_s["disk"] if every else 0.0
         disk = {
             "every": float(every),
@@ -268,6 +271,7 @@ class JobObserver:
         committed = self._committed_s
         if message.iteration in committed:
             self._checkpoint_s.append(time.monotonic() - committed[message.iteration])
+            self._saved_at_s.append(committed[message.iteration])
         self._committed_s = {n: at_s for n, at_s in committed.items() if n > message.iteration}
         self._display.note(f"saved iteration {message.iteration}")
         self._callbacks.post("on_save", message.iteration)

@@ -186,7 +186,8 @@ class _Redundant:
         if not emptied:
             return
         detect = (Category.DETECT, self._setting.costs.detect_s)
-        is_taken_over = not job.is_waiting and self._take_over(emptied)
+        is_loading = job.start_left_s(now_s) > 0.0  # Nobody has a neighbour's layers yet.
+        is_taken_over = not (job.is_waiting or is_loading) and self._take_over(emptied)
         left_s = job.iteration_left_s(now_s)
         if is_taken_over and self._times.iteration_s(self._taken_by_pipeline) < inf:
             job.pause(now_s)
@@ -262,8 +263,11 @@ class _Redundant:
         regroup = (Category.REGROUP, rendezvous_s)
         link = self._setting.catalog.problem.profile.links["inter_node"]
         number = self._place_bytes
-        move_s = job.load_s(number) if loads_save else link.seconds(number)
-        job.go_on(now_s, *phases, regroup, (Category.TRANSFER, move_s))
+        if loads_save:
+            job.start_again(now_s, *phases, regroup, (Category.TRANSFER, job.load_s(number)))
+        else:
+            move = (Category.TRANSFER, link.seconds(number))
+            job.go_on(now_s, *phases, regroup, move)
 
     def _place(self, job: ModelledJob) -> None:
         """Fills whole pipelines with nodes, in order; the others wait."""
@@ -284,6 +288,7 @@ class _Redundant:
             held = [
                 own + kept for own, kept in zip(stage_bytes, [*stage_bytes[1:], 0], strict=True)
             ]
+            held[keeper_of(0)] += stage_bytes[0]
             self._place_bytes = max(held)
 
     def _train(self, job: ModelledJob, now_s: float) -> None:

@@ -337,7 +337,9 @@ class _Chooser:
 
     def _new_plan(self, plan: Plan, members: Collection[int]) -> tuple[Plan, float] | None:
         """The pipelines of Algorithm 1 on the nodes that there are, and their estimated step."""
-        execution = execution_plan(self._setting.catalog, len(members), self._num_pipelines)
+        catalog = self._setting.catalog
+        number = min(self._num_pipelines, max(1, len(members) // min(catalog.templates)))
+        execution = execution_plan(catalog, len(members), number)
         if execution is None:
             return None
         unbound = [

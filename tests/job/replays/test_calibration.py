@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from planaria.core.cluster import NodesChanged, NodesLost
+from planaria.job.replays import calibration
 from planaria.job.replays.calibration import _look_ahead
 
 LOST = NodesLost((3,), 0)
@@ -48,3 +49,29 @@ def test_a_look_ahead_is_measured_by_a_better_plan_or_bounded_by_losses(
     )
 
     assert _look_ahead(run, answered) == pytest.approx(look_ahead_s)
+
+
+def test_the_answer_to_a_crash_is_no_answer_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until the worker has been forked anew: each simulated loss took as long."""
+
+    def answered(lost: NodesLost, detect_s: float) -> Any:
+        inputs = SimpleNamespace(lost=lost, changed=None)
+        seconds = {"at_s": 5.0, "noticed_at_s": 5.01, "detect_s": detect_s, "recovery_s": 3.0}
+        others = {"decide_s": 0.1, "regroup_s": 0.1, "transfer_s": 0.0}
+        return SimpleNamespace(**seconds, **others, predicted_transfer_s=0.0, inputs=inputs)
+
+    kill, crash = answered(NodesLost((3,), 0), 0.05), answered(NodesLost((), 0), 2.0)
+    for name in ("_look_ahead", "_save_stalls", "_save_speeds", "_profile_factors"):
+        monkeypatch.setattr(calibration, name, lambda *_: [])
+    monkeypatch.setattr(calibration, "_num_switches", lambda _: 0)
+    run: Any = SimpleNamespace(
+        decisions=([kill], [crash]),
+        iterations=(SimpleNamespace(seconds=1.0),),
+        startup_s=1.0,
+        events=(),
+    )
+    costs = {cost.name: cost for cost in calibration.calibrated_costs(run)}
+
+    assert costs["answer_s"].value == pytest.approx(0.04)
+    assert costs["answer_s"].num_events == 1
+    assert costs["decide_s"].num_events == 2

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from planaria.core.cluster import ClusterState, Node, NodesLost
 from planaria.core.job import ClusterConfig
 from planaria.job.replays.recorded_run import RecordedRun
 from planaria.job.replays.simulated_run import _happenings
@@ -32,3 +33,27 @@ def test_a_node_that_leaves_has_a_notice(kind: str, value: float, notice_s: floa
     assert isinstance(happen, partial)
     assert happen.args == ((2,), notice_s)
     assert happenings.left_out == []
+
+
+def test_nodes_that_are_lost_together_are_all_lost() -> None:
+    """The coordinator hears of them one by one, so the loss that it answers may name the last one
+    alone; the others stayed in the simulation, and trained."""
+    staying = ClusterState(0, (Node(0, held=(frozenset({0}),)), Node(3, held=(frozenset({1}),))))
+    inputs: Any = SimpleNamespace(lost=NodesLost((2,), 0), cluster=staying)
+    event = EventRecord(kind="kill", nodes=(1, 2), iteration=4, at_s=7.0, inputs=inputs)
+    happenings = happenings_of(event)
+
+    [(_, _, happen)] = happenings.in_order
+    assert isinstance(happen, partial)
+    assert happen.args == ((1, 2),)
+
+
+def test_a_node_whose_worker_crashed_is_not_lost() -> None:
+    """The job stands still for it."""
+    staying = ClusterState(0, (Node(1, held=(frozenset({0}),)),))
+    inputs: Any = SimpleNamespace(lost=NodesLost((), 0), cluster=staying)
+    event = EventRecord(
+        kind="crash", nodes=(1,), iteration=4, at_s=7.0, over_at_s=7.5, inputs=inputs
+    )
+
+    assert happenings_of(event).stood_for == [event]

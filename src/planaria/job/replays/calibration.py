@@ -46,7 +46,9 @@ def calibrated_costs(run: RecordedRun) -> tuple[MeasuredCost, ...]:
     """Every cost of `[costs]`, in the order of its keys."""
     answered = [_newest(events) for events in run.decisions]
     losses = [event for event in answered if _loss(event) is not None and event.recovery_s > 0.0]
-    noticed_s = [event.noticed_at_s - event.at_s for event in losses]
+    # An answer to a crash waits until the worker has been forked anew.
+    of_nodes = [event for event in losses if (loss := _loss(event)) and loss.nodes]
+    noticed_s = [event.noticed_at_s - event.at_s for event in of_nodes]
     iteration_s = fmean(iteration.seconds for iteration in run.iterations)
     measured = {
         "startup_s": [run.startup_s],
@@ -57,7 +59,7 @@ def calibrated_costs(run: RecordedRun) -> tuple[MeasuredCost, ...]:
         ],
         "detect_s": noticed_s,
         "answer_s": [
-            max(0.0, event.detect_s - s) for event, s in zip(losses, noticed_s, strict=True)
+            max(0.0, event.detect_s - s) for event, s in zip(of_nodes, noticed_s, strict=True)
         ],
         "decide_s": [event.decide_s for event in losses],
         "look_ahead_s": _look_ahead(run, answered),

@@ -227,12 +227,7 @@ def _happenings(run: RecordedRun) -> _Happenings:
         if not event.fired or event.at_s < 0.0:
             continue
         inputs = event.inputs
-        gone = (
-            tuple(sorted({*inputs.lost.nodes}.intersection(event.nodes) - lost))
-            if (inputs and inputs.lost)
-            else ()
-        )
-        if gone:
+        if gone := tuple(sorted(_lost_nodes(event) - lost)):
             lost.update(gone)
             happenings.add(event.at_s, partial(_lose, gone))
         elif event.kind in ("join", "joined") and event.nodes:
@@ -250,6 +245,19 @@ def _happenings(run: RecordedRun) -> _Happenings:
         elif event.kind != "reformed":
             happenings.left_out.append(event)
     return happenings
+
+
+def _lost_nodes(event: EventRecord) -> set[int]:
+    """The nodes of an event that the answer to it did without.
+
+    The loss in its inputs may be that of the last node alone, if several were lost one by one
+    before they were answered together.
+    """
+    inputs = event.inputs
+    if inputs is None or inputs.lost is None:
+        return set()
+    cluster = inputs.cluster
+    return set(event.nodes).difference(node.node for node in (*cluster.nodes, *cluster.leaving))
 
 
 def _lose(nodes: tuple[int, ...], job: PlanariaRun, now_s: float) -> None:

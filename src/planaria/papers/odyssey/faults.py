@@ -83,11 +83,13 @@ class EquationPlan:
         return self.iteration + (sum(more) if form is Form.SUM else max(more)) * stage
 
     def best_plan(self) -> "EquationPlan":
-        """The fastest pipelines on all live nodes, at most one more or less than there are."""
+        """The fastest pipelines on all live nodes, at most one more or less than there are, or as
+        many as fit."""
         alive = tuple(node for node in self.nodes if node not in self.dead)
         number = len(self.depths)
         near = range(max(1, number - 1), number + 2)
-        options = [count for count in near if len(alive) >= count * DEPTH_MIN] or [1]
+        fewest = max(1, len(alive) // DEPTH_MIN)  # Several nodes may be missing at once.
+        options = [count for count in near if count <= fewest] or [fewest]
         iteration, depths = min(
             even_pipelines(len(alive), count, _MICROBATCHES) for count in options
         )

@@ -145,13 +145,16 @@ def play(scenario: ClusterScenario, system: System, seed: int) -> JobOutcome:
 def _absent_and_rest(
     stream: Iterator[Occurrence],
 ) -> tuple[frozenset[int], Iterator[Occurrence]]:
-    """The nodes that a stream loses at time 0, before anything else, and what follows."""
-    absent = frozenset[int]()
+    """The nodes that a stream loses at time 0, and all else that it has, in its order."""
+    absent, others = frozenset[int](), list[Occurrence]()
     for occurrence in stream:
-        if occurrence.at_s > 0.0 or occurrence.kind is not OccurrenceKind.LOST:
-            return absent, chain((occurrence,), stream)
-        absent |= frozenset(occurrence.nodes)
-    return absent, iter(())
+        if occurrence.at_s > 0.0:
+            return absent, chain(others, (occurrence,), stream)
+        if occurrence.kind is OccurrenceKind.LOST:
+            absent |= frozenset(occurrence.nodes)
+        else:
+            others.append(occurrence)
+    return absent, iter(others)
 
 
 def _until(stream: Iterator[Occurrence], horizon_s: float) -> Iterator[Occurrence]:
