@@ -27,6 +27,7 @@ STORE_S = 0.2
         ),
         pytest.param(("disk=2:@4", "kill:1@4"), id="disk"),
         pytest.param(("refuse=2:@1", "kill:1@4", "refuse=2:@7"), id="refuse"),
+        pytest.param(("refuse=2:@4", "kill:0,2@5"), id="refuse and go back"),
     ],
 )
 def test_a_slow_disk_changes_no_bit(

@@ -1,5 +1,6 @@
 """The coordinator's hand on the disk: a save is complete, or nothing of it is left."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -325,6 +326,28 @@ def test_a_save_that_the_head_cannot_read_either_now_is_not_set_aside(
     assert isinstance(notice, Warned)
     assert f"{tmp_path / '4-0'} is not used as long as it cannot be read" in notice.text
     assert told.tier.newest() is not None
+
+
+def test_a_save_that_the_head_can_read_after_some_tries_stays_in_use(tmp_path: Path) -> None:
+    """The store refused everything for two seconds, and a job that had to go back dropped one save
+    after the other, and ended."""
+    told, refusals = ToldPublisher(tmp_path), list[str]()
+    told.publish(4)
+
+    with ExitStack() as refusing:
+        refusing.enter_context(refused_reads(tmp_path / "4-0"))
+
+        def tries_again(error: CheckpointError) -> bool:
+            refusals.append(str(error))
+            if len(refusals) == 3:
+                refusing.close()
+            return True
+
+        told.publisher.check_save("4-0", 0, tries_again=tries_again)
+
+    assert told.events[-1] == SaveChecked("4-0", is_sound=True)
+    assert len(refusals) == 3
+    assert told.notices == [Saved(iteration=4, epoch=0)]
 
 
 def test_all_saves_are_told_but_the_one_that_a_run_began_with(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from planaria.checkpoint.disk.parts import (
     newer_run,
     remove_runs,
 )
+from planaria.checkpoint.disk.storage import may_pass
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
 from planaria.checkpoint.disk.time_limits import LOOK_TIMEOUT_S, answer_in_time
 from planaria.coordinator.commands import (
@@ -242,7 +243,13 @@ class Publisher:
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
 
-    def check_save(self, source: str, layer: int) -> None:
+    def check_save(
+        self,
+        source: str,
+        layer: int,
+        *,
+        tries_again: Callable[[CheckpointError], bool] = lambda _: False,
+    ) -> None:
         """Reads what a node could not read of a version, and reports whether it is as it was saved.
 
         A damaged version is marked as not to be used. It stays on disk, for a person to look at.
@@ -250,11 +257,17 @@ class Publisher:
 
         Args:
             layer: layer of the version; -1: its manifest.
+            tries_again: whether to try again after an error that may pass; it may block.
         """
         where, is_sound, text = self._tier.storage.where(source), False, ""
         try:
-            self._tier.check(source, layer)
-            is_sound = True
+            while not is_sound:
+                try:
+                    self._tier.check(source, layer)
+                    is_sound = True
+                except UnreadableError as error:
+                    if not (may_pass(error) and tries_again(error)):
+                        raise
         except UnreadableError as error:
             text = f"{where} is not used as long as it cannot be read: {error}"
         except CheckpointError:
@@ -394,7 +407,8 @@ class PublisherThread:
 
     def check_save(self, source: str, layer: int) -> None:
         """See Publisher."""
-        act = partial(self._publisher.check_save, source, layer)
+        check = partial(self._publisher.check_save, source, layer)
+        act = partial(check, tries_again=self._awaits_next_try)
         self._add_request(act, f"check {source}, which a node could not read")
 
     def mark_epoch(self, epoch: int, nodes: tuple[int, ...]) -> None:
