@@ -29,13 +29,16 @@ def nvmlInit():
     if DEVICES == "broken": raise NVMLError("Driver/library version mismatch")
     if DEVICES == "hangs": time.sleep(60)
 def nvmlDeviceGetCount(): return len(DEVICES)
-def nvmlDeviceGetHandleByIndex(index): return DEVICES[index]
+def refuse(value):
+    error = NVMLError("Not Supported")
+    error.value = value
+    raise error
+def nvmlDeviceGetHandleByIndex(index):
+    if DEVICES[index].get("hidden"): refuse(DEVICES[index]["hidden"])
+    return DEVICES[index]
 def nvmlDeviceGetMemoryInfo(device):
     if device.get("lost"): raise NVMLError("GPU is lost")
-    if device.get("refuses"):
-        error = NVMLError("Not Supported")
-        error.value = device["refuses"]
-        raise error
+    if device.get("refuses"): refuse(device["refuses"])
 def nvmlDeviceGetTotalEccErrors(device, kind, counter):
     if "errors" not in device: raise NVMLError("Not Supported")
     return device["errors"]
@@ -120,6 +123,8 @@ def test_the_users_own_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch)
         ([{}, {"errors": 0, "rows": [1, 1, False, False]}], ""),
         ([{"refuses": 3}], ""),
         ([{"refuses": 4}, {"errors": 3}], "GPU 1 has had 3 uncorrected memory errors"),
+        ([{"hidden": 4}, {}], ""),
+        ([{"hidden": 4}, {"errors": 3}], "GPU 1 has had 3 uncorrected memory errors"),
         ([{}, {"lost": True}], "GPU 1 does not answer (GPU is lost); start the machine anew"),
         ([{"errors": 3}, {}], "GPU 0 has had 3 uncorrected memory errors"),
         ([{"rows": [0, 0, False, True]}, {}], "GPU 0 has memory rows that can be replaced no more"),
@@ -130,7 +135,10 @@ def test_the_users_own_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch)
 def test_devices_are_judged_by_their_library(
     there: object, found: str, devices: pytest.MonkeyPatch
 ) -> None:
-    """A device without error correction has nothing against it."""
+    """One without error correction has nothing against it, nor has one that other jobs have.
+
+    The library counts devices that a control group keeps from this user, and refuses them.
+    """
     devices.setenv("DEVICES", json.dumps(there))
 
     told = health_problem(GPU)

@@ -198,6 +198,7 @@ def _visible(num_devices: int) -> list[int]:
 
 
 def _problems(library: ModuleType, index: int) -> Iterator[str]:
+    device = None
     try:
         device = library.nvmlDeviceGetHandleByIndex(index)
         library.nvmlDeviceGetMemoryInfo(device)  # The handle of a lost device is known still.
@@ -205,6 +206,8 @@ def _problems(library: ModuleType, index: int) -> Iterator[str]:
         # Parts of a device (MIG), and devices that share the machine's memory, refuse to tell it.
         if getattr(error, "value", 0) not in _ANSWERS:
             yield f"does not answer ({error}); start the machine anew"
+            return
+        if device is None:  # It is counted, but a control group keeps it from this user.
             return
     if num_errors := _num_uncorrected(library, device):
         yield f"has had {num_errors} uncorrected memory errors since its last reset; reset it"
