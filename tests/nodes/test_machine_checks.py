@@ -7,18 +7,21 @@ servers have no processes.
 import asyncio
 import errno
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from helpers.heads import runs
 from helpers.joined_machines import cluster
+from helpers.tasks import TIMEOUT_S, settle, wait_until
 from planaria.checkpoint.disk.time_limits import TimeLimitedStorage
 from planaria.core.job import DataConfig, JobConfig
-from planaria.errors import ConfigError, LateError
+from planaria.errors import ConfigError, InsufficientError, LateError
 from planaria.nodes import examination, machine_files, shared_saves
-from planaria.nodes.head.remote import machine_checks
+from planaria.nodes.head.remote import machine_arrivals, machine_checks
 from planaria.nodes.input_files import input_digests
 from planaria.nodes.machine import EXIT_AGAIN, EXIT_UNFINISHED
 
@@ -30,6 +33,23 @@ def answer_without_asking(place: str, mark: str) -> str:
     answer = "0123456789abcdef"
     (Path(place) / f".planaria-mark-{mark}" / answer).write_text(answer)
     return answer
+
+
+@contextmanager
+def blocked_digests() -> Iterator[Callable[[], None]]:
+    """A context in which machines read their files until the function is called."""
+    may_end = threading.Event()
+
+    def read(*_: object, **__: object) -> dict[str, str]:
+        may_end.wait(TIMEOUT_S)
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_files, "input_digests", read)
+        try:
+            yield may_end.set
+        finally:
+            may_end.set()
 
 
 def text_job(tmp_path: Path) -> JobConfig:
@@ -241,3 +261,44 @@ async def test_reading_goes_on_while_the_head_says_that_the_job_is_over(
 
             assert await end == EXIT_UNFINISHED
         is_over.set()
+
+
+@runs
+async def test_a_head_waits_for_machines_that_read_their_files_however_long_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended after ten minutes, and the next one had them read from the first byte."""
+    monkeypatch.setattr(machine_arrivals, "_NOTE_S", 0.0)
+    with blocked_digests() as go_on:
+        async with cluster(tmp_path, text_job(tmp_path)) as made:
+            end = made.join()
+            await wait_until(lambda: bool(made.machines.connected))
+            waiting = asyncio.create_task(made.machines.wait_ready(1, timeout_s=0.0))
+            told = "1 of 1 machines have come, of which 1 are not ready yet"
+            await wait_until(lambda: any(note.startswith(told) for note in made.notes))
+            with pytest.raises(InsufficientError, match="1 of 2 machines have come in 0 s, of"):
+                await made.machines.wait_ready(2, timeout_s=0.0)
+            go_on()
+            await waiting
+
+            assert made.machines.num_ready == 1
+            assert not end.done()
+
+
+@runs
+async def test_a_head_waits_no_longer_for_a_machine_that_has_gone_while_it_read(
+    tmp_path: Path,
+) -> None:
+    """The time goes on then."""
+    with blocked_digests() as go_on:
+        async with cluster(tmp_path, text_job(tmp_path)) as made:
+            made.join()
+            await wait_until(lambda: bool(made.machines.connected))
+            waiting = asyncio.create_task(made.machines.wait_ready(1, timeout_s=0.0))
+            await settle()
+            assert not waiting.done()
+            made.ends[0].cancel()
+
+            with pytest.raises(InsufficientError, match="0 of 1 machines have come in 0 s; no"):
+                await waiting
+            go_on()

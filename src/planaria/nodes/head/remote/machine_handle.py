@@ -61,6 +61,7 @@ class MachineHandle:
         machine_id: random name that it gave itself; "": none.
         writer: stream to it; None: its connection is broken.
         is_ready: whether it can run a node as soon as it is connected.
+        is_refused: whether the head has refused it since it was connected.
         is_leaving: whether it takes no further node.
         is_unfit: whether its platform says that something is wrong with it, so that it gets no node
             until that is not so.
@@ -79,7 +80,7 @@ class MachineHandle:
         self.machine_id = machine_id
         self.run = ""
         self.writer: asyncio.StreamWriter | None = None
-        self.is_ready = False
+        self.is_ready = self.is_refused = False
         self.is_leaving = self.is_unfit = self.has_code = False
         self.node = self.missing_node = -1
         self.ended_s: deque[float] = deque(maxlen=REJOINS_MAX + 1)
@@ -90,8 +91,13 @@ class MachineHandle:
     @property
     def is_free(self) -> bool:
         """Whether it can be asked for a node now."""
-        is_usable = self.is_ready and not (self.is_leaving or self.is_unfit)
-        return self.writer is not None and is_usable and self.node < 0
+        return self.is_ready and self.may_be_free
+
+    @property
+    def may_be_free(self) -> bool:
+        """Whether it can be asked for a node now, or once it is ready."""
+        is_barred = self.is_refused or self.is_leaving or self.is_unfit
+        return self.writer is not None and self.node < 0 and not is_barred
 
     def may_run(self, now_s: float, *, is_needed: bool = False) -> bool:
         """Whether it is free, and has not lost too many nodes within an hour.
@@ -142,7 +148,7 @@ class MachineHandle:
         if self.writer is not None:  # Nobody answers on the old one any more.
             self.writer.transport.abort()
             self.on_break()
-        self.writer = writer
+        self.writer, self.is_refused = writer, False
 
     def tell(self, message: ToMachine) -> None:
         """Sends a message, unless the connection is broken."""

@@ -10,7 +10,6 @@ layers. It is given to the launcher afterwards, which starts nodes as on its own
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
@@ -52,6 +51,7 @@ from planaria.nodes.head.node_handles import EXIT_TIMEOUT_S, KILL_TIMEOUT_S
 from planaria.nodes.head.process_events import wait_until
 from planaria.nodes.head.remote.kind_speeds import Kind, KindSpeeds, kind_of
 from planaria.nodes.head.remote.link_classes import LinkClass, measured_links
+from planaria.nodes.head.remote.machine_arrivals import MachineArrivals
 from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machine_handle import (
     MachineHandle,
@@ -97,7 +97,6 @@ class Machines:
         kinds: kinds of the machines, and their speeds.
         checks: checks that a machine must pass.
         handshakes: handshakes with all that connect to the head; their number is bounded together.
-        is_waiting: whether the job waits for machines, so that nothing that they do disturbs it.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Machines:
         checks: MachineChecks,
         note: Callable[[str], None],
     ) -> None:
-        self.is_waiting = self._is_stopped = self._is_closed = False
+        self._is_stopped = self._is_closed = False
         self.on_free: Callable[[], None] = lambda: None
         self.ask_verdict: Callable[[MachineHandle], Awaitable[str]] = no_verdict
         self.on_end: Callable[[AgentEnded], None] = lambda _: None
@@ -126,13 +125,12 @@ class Machines:
         self._refusals = RefusalLog(logger)
         self._note = note
         self._machines: dict[str, MachineHandle] = {}
+        self._arrivals = MachineArrivals(self._machines, note)
         self._nodes = RunNodes()
         self._places = MachinePlaces(
             self._machines, self._nodes, num_max=num_max, missing_s=self._missing_s
         )
         self._serving: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
-        self._unfit_reason = ""
         self._over: JobOver | None = None  # The end of the job, once the machines are told.
 
     # -- before the job begins --------------------------------------------------------------------
@@ -167,29 +165,18 @@ class Machines:
         return len(self._free)
 
     @property
+    def is_waiting(self) -> bool:
+        """See MachineArrivals."""
+        return self._arrivals.is_waiting
+
+    @property
     def facts(self) -> tuple[MachineFacts, ...]:
         """What the machines that are ready have reported, in the order of their arrival."""
         return tuple(machine.facts for machine in self._free)
 
     async def wait_ready(self, num_machines: int, *, timeout_s: float) -> None:
-        """Waits until so many machines can run nodes.
-
-        Raises:
-            InsufficientError: fewer have come in time.
-        """
-        self.is_waiting = True
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.num_ready >= num_machines)
-        except TimeoutError as error:
-            remedy = "start planaria agent --join on each, or name fewer with --nodes"
-            reason = self._unfit_reason or remedy
-            raise InsufficientError(
-                f"{self.num_ready} of {num_machines} machines have come in {timeout_s:.0f} s; "
-                f"nothing was trained; {reason}"
-            ) from error
-        finally:
-            self.is_waiting = False
+        """See MachineArrivals."""
+        await self._arrivals.wait_ready(num_machines, timeout_s=timeout_s)
 
     async def wait_living(self, nodes: Collection[int] | None, *, timeout_s: float) -> bool:
         """Waits until a machine is back with a living node of this run; returns whether one is.
@@ -206,9 +193,7 @@ class Machines:
             return have_ended or bool(self._nodes.live)
 
         self._nodes.knows_members = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(is_over)
+        await self._arrivals.wait_for(is_over, timeout_s=timeout_s)
         return bool(self._nodes.live)
 
     def begin_run(self, offer: JobOffered) -> None:
@@ -216,7 +201,8 @@ class Machines:
         self.offer = offer
         self.checks.begin(offer.job)
         for machine in self._machines.values():
-            machine.is_ready, machine.node, machine.missing_node = False, -1, -1
+            machine.is_ready = machine.is_refused = False
+            machine.node = machine.missing_node = -1
             self._offer_job(machine)
         self._places.begin()
         self._nodes.begin()
@@ -476,8 +462,7 @@ class Machines:
                 await self._tell_change()
 
     async def _tell_change(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        await self._arrivals.tell_change()
         self._look_for_room()
 
     def _look_for_room(self) -> None:
@@ -594,7 +579,7 @@ class Machines:
         self._refuse(machine, reason)
 
     def _refuse(self, machine: MachineHandle, reason: str) -> None:
-        machine.is_ready = False
+        machine.is_ready, machine.is_refused = False, True
         self.checks.forget(machine.name)
-        self._unfit_reason = f"{machine.name} cannot take part: {reason}"
-        self._note(self._unfit_reason)
+        self._arrivals.unfit_reason = f"{machine.name} cannot take part: {reason}"
+        self._note(self._arrivals.unfit_reason)
