@@ -35,17 +35,17 @@ class SpecForkServer(FakeForkServer):
 
     Args:
         specs: list that gets the specs.
-        prepared: facts on the job that are found by whoever looks for them.
+        prepared: facts on the job that are found by whoever looks for them; None: it is killed.
     """
 
-    def __init__(self, specs: list[NodeSpec], prepared: Prepared) -> None:
+    def __init__(self, specs: list[NodeSpec], prepared: Prepared | None) -> None:
         super().__init__()
         self._specs = specs
         self._prepared = prepared
 
     def ask(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
         """See FakeForkServer."""
-        if "prepare" in target:
+        if "prepare" in target and self._prepared is not None:
             os.write(fds[0], msgspec.json.encode(self._prepared))
         if "agent" in target:
             self._specs.append(msgspec.json.decode(payload, type=NodeSpec))
@@ -74,7 +74,7 @@ class Cluster:
     specs: list[NodeSpec] = field(default_factory=list)
 
     def join(
-        self, *, domain: str = "", host: str = "", prepared: Prepared = _NOTHING
+        self, *, domain: str = "", host: str = "", prepared: Prepared | None = _NOTHING
     ) -> asyncio.Task[int]:
         """Starts another machine."""
         spec = MachineSpec(

@@ -1,5 +1,6 @@
 """Machines of different kinds: who measures, what nodes are told, who is refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError
 from planaria.nodes import machine as machine_module
 from planaria.nodes.head.remote.kind_speeds import kind_of
+from planaria.nodes.machine import EXIT_AGAIN
 
 JOB = JobConfig(data=DataConfig(kind="python", target="module:function"))
 REQUEST = PrepareRequest(job=JOB, cache_directory="")
@@ -154,6 +156,24 @@ async def test_a_later_machine_that_cannot_measure_is_told_why(tmp_path: Path) -
 
         with pytest.raises(ConfigError, match=r"could not measure.*data\.target.*no such module"):
             await made.join(domain="slow", prepared=mistake)
+
+
+@pytest.mark.parametrize("found", [None, Prepared(traceback="CUDA error: an illegal address")])
+@runs
+async def test_a_later_machine_that_fails_to_measure_may_come_again(
+    tmp_path: Path, found: Prepared | None
+) -> None:
+    """It was refused for good, though memory may be had again, or another device work."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("fast", 1.0))
+        made.machines.kinds.begin(REQUEST, profile(1.0), await made.machines.prepare(REQUEST))
+
+        assert await made.join(domain="slow", prepared=found) == EXIT_AGAIN
+        reason = "the process .* was killed" if found is None else "CUDA error"
+        told = f"cannot take part: it could not measure the job's layers: {reason}"
+        assert any(re.search(told, note) for note in made.notes)
+        made.join(domain="slow", prepared=profile(4.0))
+        await made.wait_ready(2)
 
 
 @runs

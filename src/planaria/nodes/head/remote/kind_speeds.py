@@ -14,6 +14,7 @@ from planaria.coordinator.learning.slowness import known_slowness
 from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import ModelProfile
 from planaria.core.specs import Prepared, PrepareRequest
+from planaria.errors import InsufficientError
 from planaria.nodes.head.remote.machine_handle import MachineHandle
 
 _ALIKE: Final = 0.98  # Devices that are sold as alike differ by less.
@@ -83,6 +84,9 @@ class KindSpeeds:
 
         Returns:
             Why it cannot take part; "": it can.
+
+        Raises:
+            InsufficientError: the process that measures was killed, or raised, which may pass.
         """
         if self.request is None or kind_of(machine.facts) in self._speeds:
             return ""
@@ -93,7 +97,10 @@ class KindSpeeds:
         if answer is None:
             return ""  # Its connection is broken, and it has to come again.
         if answer.prepared is None or answer.prepared.profile is None:
-            return f"it could not measure the job's layers: {answer.failure}"
+            reason = f"it could not measure the job's layers: {answer.failure}"
+            if answer.prepared is None or answer.prepared.mistake is None:
+                raise InsufficientError(reason)
+            return reason
         held_bytes = answer.prepared.profile.device_memory_bytes
         if 0 < held_bytes < _ALIKE * self._device_bytes:
             return (

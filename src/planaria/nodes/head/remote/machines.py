@@ -534,6 +534,8 @@ class Machines:
         try:
             if machine.node < 0 and not (problem := await self._problem(machine, ready)):
                 verdict = await self.ask_verdict(machine)
+        except InsufficientError as error:  # A process of it that is started anew may do better.
+            verdict = str(error)
         except (CheckpointError, MemoryError, OSError) as error:  # It may pass until the next try.
             problem, is_final = f"the head could not look for its answer: {error}", False
         except Exception as error:  # A fault of the head, and the machine waits for a word.
