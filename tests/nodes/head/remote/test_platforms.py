@@ -261,6 +261,22 @@ def test_a_machine_is_asked_for_though_slurm_does_not_know_the_name_of_the_lost_
     assert f"--exclude={LOST.name} " in second
 
 
+def test_a_machine_is_asked_for_though_slurm_has_forgotten_one_that_was_lost_before(
+    scheduler: FakeScheduler,
+) -> None:
+    """Its name was left in all requests from then on, and each was refused."""
+    platform = opened("slurm", **scheduler.environment)
+    platform.ask_for_machine(LostMachine("host-4", "10.0.0.4", is_leaving=False))
+    refuse = 'case "$*" in *--exclude=*host-4*) echo "Invalid node name specified" >&2; exit 1'
+    scheduler.write("sbatch", f"{refuse} ;; esac\n{SBATCH}")
+
+    for _ in range(2):
+        assert "job 42 of Slurm" in platform.ask_for_machine(LOST)
+    _, second, third = scheduler.words("sbatch")[::2]
+    assert "--exclude" not in second
+    assert f"--exclude={LOST.name} " in third
+
+
 def test_what_slurm_refuses_is_an_error(scheduler: FakeScheduler) -> None:
     scheduler.write("sbatch", "echo error: Invalid account >&2; exit 1")
     with pytest.raises(OSError, match="sbatch ended with 1: error: Invalid account"):

@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from planaria.errors import ConfigError
@@ -80,14 +81,7 @@ class SlurmPlatform:
 
     def ask_for_machine(self, lost: LostMachine) -> str:
         """See Platform."""
-        self._lost[lost.name] = None
-        try:
-            number = self._submit()
-        except OSError as error:
-            if _UNKNOWN_NODE not in str(error):
-                raise
-            del self._lost[lost.name]
-            number = self._submit()
+        number = self._submit_without(lost.name)
         with self._lock:
             self._asked.append(number)
             is_closed = self._is_closed
@@ -106,6 +100,22 @@ class SlurmPlatform:
         """See Platform. The job of a spare machine ends with its agent."""
         del machine
         return ""
+
+    def _submit_without(self, name: str) -> str:
+        """Submits the job of one machine, which is to be none that was lost; returns its number.
+
+        Slurm refuses a request that names a machine that it does not know, and does not say which:
+        the newest, or one that it has forgotten since.
+        """
+        self._lost[name] = None
+        for forget in (partial(self._lost.pop, name), self._lost.clear):
+            try:
+                return self._submit()
+            except OSError as error:
+                if _UNKNOWN_NODE not in str(error):
+                    raise
+            forget()
+        return self._submit()
 
     def _submit(self) -> str:
         """Submits the job of one machine; returns its number."""
