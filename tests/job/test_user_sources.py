@@ -1,5 +1,6 @@
 """The user's modules that travel to the machines of a job: those that its processes import."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_a_package_needs_no_init_file(target: str, tmp_path: Path) -> None:
     write(tmp_path, {"lib/parts.py": "import helping", "helping.py": ""})
 
     assert {"lib/net.py", "lib/parts.py", "helping.py"} <= set(names(target, tmp_path))
+
+
+@pytest.mark.parametrize("init", ["lib/__init__.py", "lib/net.py"])
+def test_a_file_whose_name_is_no_text_stays(init: str, tmp_path: Path) -> None:
+    """No statement can import it, and no message can name it: the head ended with a traceback."""
+    write(tmp_path, {"lib/net.py": "", init: "", os.fsdecode(b"lib/n\xff.py"): ""})
+
+    assert names("lib.net:build", tmp_path) == sorted({"lib/net.py", init})
 
 
 def test_a_package_without_an_init_file_has_parts_in_several_directories(tmp_path: Path) -> None:

@@ -98,6 +98,37 @@ def test_a_dataset_is_compared_without_what_other_programs_keep_beside_it(tmp_pa
     assert before[0] == before[1] != digest(jobs[1], tmp_path)
 
 
+def test_a_file_whose_name_is_no_text_is_compared_by_the_bytes_of_its_name(
+    tmp_path: Path,
+) -> None:
+    """It ended every agent with a traceback."""
+    names = (b"data-\xff.arrow", b"data-\xfe.arrow", b"data-\xff.arrow")
+    jobs = []
+    for machine, name in zip("abc", names, strict=True):
+        write(tmp_path / machine / "saved" / os.fsdecode(name), "rows")
+        path = str(tmp_path / machine / "saved")
+        jobs.append(JobConfig(data=DataConfig(kind="hf", path=path)))
+
+    digests = [digest(job, tmp_path) for job in jobs]
+
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_file_that_cannot_be_read_and_whose_name_is_no_text_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is told of it, and a message is text."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    write(tmp_path / "saved" / os.fsdecode(b"data-\xff.arrow"), "rows")
+    monkeypatch.setattr(input_files, "_pieces", refuse)
+
+    with pytest.raises(ConfigError, match=r"data-\\udcff\.arrow cannot be read here"):
+        digest(JobConfig(data=DataConfig(kind="hf", path=str(tmp_path / "saved"))), tmp_path)
+
+
 def test_a_model_is_compared_by_its_configuration_and_weights(tmp_path: Path) -> None:
     """Another text about the model beside them makes no other model."""
     data = DataConfig(kind="python", target="module:function")

@@ -75,7 +75,7 @@ def _files_of(top: str, directories: Sequence[Path]) -> Iterator[tuple[Path, Pat
     for directory in directories:
         package, module = directory / top, directory / f"{top}.py"
         if (package / "__init__.py").is_file():
-            yield from ((directory, path) for path in sorted(package.rglob("*.py")))
+            yield from ((directory, path) for path in _modules_in(package))
             return
         if module.is_file():
             yield directory, module
@@ -83,7 +83,16 @@ def _files_of(top: str, directories: Sequence[Path]) -> Iterator[tuple[Path, Pat
     parts = [directory for directory in directories if (directory / top).is_dir()]
     if parts and top.isidentifier() and not _is_installed(top):
         for directory in parts:
-            yield from ((directory, path) for path in sorted((directory / top).rglob("*.py")))
+            yield from ((directory, path) for path in _modules_in(directory / top))
+
+
+def _modules_in(package: Path) -> list[Path]:
+    """The modules of a package, without files whose names are no text: nothing imports those."""
+    return [path for path in sorted(package.rglob("*.py")) if _is_text(path.relative_to(package))]
+
+
+def _is_text(path: Path) -> bool:
+    return str(path).encode(errors="ignore").decode() == str(path)
 
 
 def _is_installed(top: str) -> bool:

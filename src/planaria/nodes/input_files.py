@@ -70,7 +70,8 @@ def input_digest(
         files = _files(job, key, path)
         return _Reader(cache_directory / "inputs", note).digest(path, files)
     except OSError as error:
-        remedy = f"{error.filename or path} cannot be read here: {error.strerror}"
+        name = str(error.filename or path).encode(errors="backslashreplace").decode()
+        remedy = f"{name} cannot be read here: {error.strerror}"
         raise ConfigError(key, str(path), remedy) from error
 
 
@@ -143,7 +144,7 @@ class _Reader:
         self._begin(path, sum(file.stat().st_size for file in files if not cached[file]))
         for file in files:
             size, content = file.stat().st_size, cached[file] or self._content(file)
-            whole.update(f"{file.relative_to(path.parent)}\0{size}\0{content}\n".encode())
+            whole.update(os.fsencode(f"{file.relative_to(path.parent)}\0{size}\0{content}\n"))
         return whole.hexdigest()
 
     def _begin(self, path: Path, num_bytes: int) -> None:
@@ -199,4 +200,4 @@ def _is_settled(before: os.stat_result, after: os.stat_result) -> bool:
 
 def _cache_name(file: Path, status: os.stat_result) -> str:
     text = f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}"
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return xxhash.xxh3_128_hexdigest(os.fsencode(text))
