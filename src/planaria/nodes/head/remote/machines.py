@@ -340,8 +340,8 @@ class Machines:
             asyncio.get_running_loop().call_later(self._leave_s, self._drop_leftover, node)
 
     def _drop_leftover(self, node: int) -> None:
-        if node not in self._nodes.leftovers():
-            return
+        if node not in self._nodes.leftovers() or not self.is_reachable(node):
+            return  # It has ended, or it is killed once its machine is back.
         if node not in self._nodes.dropped:
             name = self._nodes.machines[node].name
             self._note(f"node {node} on {name} is out of the job but does not end; it is killed")
