@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -62,6 +63,7 @@ from planaria.nodes.head.remote.run_record import (
     RUN_FILE,
     TOUCH_PERIOD_S,
     NodeLog,
+    give_up_run,
     read_run,
     record_age_s,
     write_run,
@@ -441,8 +443,10 @@ def test_nodes_that_may_live_are_not_given_up_for_a_run_on_one_machine(tmp_path:
 def test_the_records_of_a_run_go_with_a_journal_that_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that was killed afterwards left a journal that no other one found."""
+    """A head that was killed afterwards left a journal that no other one found, or two of one run,
+    of which the user was to choose."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(on_machines, "is_in_use", lambda _: False)  # The head is killed.
     left = left_run(tmp_path / "saves")
     job, record = left.record.job, left.record
     with open_left_head(tmp_path / "saves") as (head, _), ExitStack() as held, head:
@@ -457,6 +461,55 @@ def test_the_records_of_a_run_go_with_a_journal_that_moves(
         assert moved != str(left.directory)
         assert read_run(Path(moved)) == record
         assert (Path(moved) / "journal.nodes").read_bytes() == b"0\n"
+        assert find(job) == Path(moved)
+
+
+def test_a_run_that_was_given_up_on_another_machine_is_not_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head that had begun a new run in its place was lost soon, too, and the next one found two
+    runs, of which the user was to choose."""
+    state, job = tmp_path / "state", left_job(tmp_path / "saves")
+    given_up, found = state / f"{job.name}-m1-00000000", list[Path | None]()
+    leave_run(given_up, job)
+    record = read_run(given_up)
+    assert record is not None
+    make_older(given_up, record.job.cluster.patience_s)
+
+    def lose_head(*_: object, **__: object) -> NoReturn:
+        (directory,) = state.glob("*-m2-*")
+        log = NodeLog(directory)
+        log.add(0)
+        log.close()
+        found.extend((directory, find(job, str(state))))
+        raise ConfigError("model.kind", "", "wrong")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "m2")
+    for name, value in (("_TAKE_UP_LEASES", 0), ("_TAKE_UP_S", 0.0)):
+        monkeypatch.setattr(on_machines, name, value)
+    monkeypatch.setattr(on_machines, "is_in_use", lambda _: False)
+    monkeypatch.setattr(on_machines, "may_have_nodes", lambda *_: True)
+    monkeypatch.setattr(training_job, "new_run", lambda *_, **__: record)
+    monkeypatch.setattr(training_job, "plan_job", lose_head)
+    with pytest.raises(ConfigError, match="wrong"):
+        Job(job).run(listening=LISTENING_ANEW, resume=True, state=str(state))
+
+    assert found[0] == found[1]
+
+
+def test_a_disk_that_keeps_the_record_of_a_run_that_was_given_up_ends_no_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    directory = left_run(tmp_path).directory
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        give_up_run(directory)
+
+    assert read_run(directory) is not None
+    assert "Read-only file system" in caplog.text
 
 
 def test_settings_that_a_run_does_not_take_up_are_told(tmp_path: Path) -> None:

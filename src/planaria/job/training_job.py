@@ -73,7 +73,7 @@ from planaria.nodes.head.launcher import Launcher, LaunchSpec
 from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.process_events import interrupt_at_leave_signals, restore_handlers
 from planaria.nodes.head.remote.open_head import OpenHead
-from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, write_run
+from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, give_up_run, write_run
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import PlanCatalog
@@ -400,18 +400,18 @@ class Job:
         head.runner.run(check_no_other_head(config, listening.credentials, run=parts))
         running = ForkServer(HEAD_PRELOAD)
         held.callback(running.close)
+        open_own = partial(open_journal, held, config, state=state, note=note, holder=name)
         if left_run is not None and take_up(head, left_run, resume=resume, note=note):
-            directory, keeps = str(left_run.directory), lambda: head.keeps_run
-            journal = open_journal(
-                held, config, state=state, note=note, holder=name, taken_up=directory, keeps=keeps
-            )
+            journal = open_own(taken_up=str(left_run.directory), keeps=lambda: head.keeps_run)
             record = left_run.record
             note_kept(head, config, record, note=note)
             begin_kinds(head, record.job, record.prepared, {})
         else:
-            journal = open_journal(held, config, state=state, note=note, holder=name)
+            journal = open_own()
             record = new_run(head, config, listening, display.show_step, resume=resume, note=note)
             write_run(Path(journal), record, holder=name)
+            if left_run is not None and left_run.directory != Path(journal):
+                give_up_run(left_run.directory)
         log = head.machines.node_log = NodeLog(Path(journal), holder=name)
         held.callback(log.close)
         head.run_place = record.parts

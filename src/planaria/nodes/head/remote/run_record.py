@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -97,6 +98,19 @@ def read_run(directory: Path) -> RunRecord | None:
     except (OSError, RecursionError, ValueError) as error:  # msgspec lets some errors out.
         remedy = f"the record of a run there cannot be read ({error}); remove it to begin anew"
         raise ConfigError("--state", str(path), remedy) from error
+
+
+def give_up_run(directory: Path) -> None:
+    """Removes the record of a run that nobody is to take up from there any more.
+
+    A disk that refuses, or hangs, is only warned of.
+    """
+    path = directory / RUN_FILE
+    try:
+        remove = partial(path.unlink, missing_ok=True)
+        answer_in_time(remove, where=str(path), timeout_s=_WRITE_TIMEOUT_S)
+    except (LateError, MemoryError, OSError) as error:
+        logger.warning("%s stays (%s): remove it before another head looks there", path, error)
 
 
 def record_age_s(directory: Path) -> float:
@@ -251,6 +265,8 @@ class NodeLog:
     def move(self, directory: Path) -> None:
         """Goes on with a file in another directory, into which all numbers are written.
 
+        The record of the run is there already, and is given up here.
+
         Raises:
             ConfigError, OSError: the disk there refuses.
         """
@@ -258,6 +274,7 @@ class NodeLog:
         moved._nodes = list(self._nodes)
         moved._write(b"".join(b"%d\n" % node for node in self._nodes))
         self.close()
+        give_up_run(self._path.parent)
         self._waiting, self._writing = moved._waiting, moved._writing
         self._path, self._fd, self._start = moved._path, moved._fd, b""
 
