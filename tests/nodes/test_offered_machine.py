@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -41,6 +41,7 @@ from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.machine import EXIT_UNFINISHED
 from planaria.nodes.part_reports import STATUS_SAVED
 from planaria.transport.credentials import make_credentials
+from planaria.transport.head_search import connect_first
 
 JOB = JobConfig(cluster=ClusterConfig(patience_s=60.0))
 
@@ -530,3 +531,30 @@ async def test_a_node_that_has_given_its_head_up_is_not_offered_to_the_next_one(
         line.tell(made.offer())
         assert (await line.wait(NodeEnded)) == NodeEnded(node=0, status=STATUS_SAVED)
         assert not running.done()
+
+
+@runs
+async def test_a_node_that_gives_its_head_up_while_its_machine_connects_is_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was looked at before the connection was made alone, which may take ten seconds."""
+    monkeypatch.setattr(machine, "_RETRY_S", 0.0)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, _):
+        line = await made.run_node()
+        given_up_fd = made.server.fds[1]
+
+        async def connect(*args: Any, **options: Any) -> Any:
+            connection = await connect_first(*args, **options)
+            os.eventfd_write(given_up_fd, 1)
+            await settle()
+            return connection
+
+        monkeypatch.setattr(machine, "connect_first", connect)
+        line.reset()
+        line = await made.head.next_line()
+        await line.wait_end()
+        assert line.heard == []
+        made.server.end(NO_PID + 1, STATUS_SAVED)
+        line = await made.head.next_line()
+
+        assert (await line.wait(MachineArrived)).node == -1

@@ -178,11 +178,11 @@ class _Machine:
             addresses = self._heads.next_addresses()
             try:
                 self._head, (reader, self._writer) = await connect_first(
-                    addresses,
-                    Purpose.MACHINE,
-                    self._spec.credentials,
-                    timeout_s=_CONNECT_TIMEOUT_S,
+                    addresses, Purpose.MACHINE, self._spec.credentials, timeout_s=_CONNECT_TIMEOUT_S
                 )
+                if self._node.has_given_up:  # Meanwhile.
+                    self._drop_connection()
+                    continue
                 self._heads.leave_out(self._head)
                 await self._talk(reader, self._writer)
                 problem = "the head closed the connection"
