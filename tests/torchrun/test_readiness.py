@@ -2,13 +2,23 @@
 
 import threading
 from functools import partial
-from typing import Any
 
 import pytest
 
-from helpers.linked_ranks import TIMEOUT_S, in_threads, is_blocked, link_ranks, wait_until
-from planaria.errors import PeerLostError
+from helpers.linked_ranks import (
+    TIMEOUT_S,
+    in_threads,
+    is_blocked,
+    link_ranks,
+    payload,
+    received,
+    tag,
+    wait_until,
+)
+from planaria.errors import AbortedError, PeerLostError
+from planaria.torchrun.group_sockets import LossWatch
 from planaria.torchrun.persisting import Readiness
+from planaria.transport.links import Links
 
 
 def test_no_rank_goes_on_before_all_are_ready() -> None:
@@ -29,18 +39,24 @@ def test_no_rank_goes_on_before_all_are_ready() -> None:
 
 
 def test_a_rank_that_is_lost_ends_the_wait_of_all() -> None:
-    """Also where another one is not ready yet, and of those that wait for rank 0 once it leaves."""
+    """Also of a rank that has heard from the lost one, waits for another one, and so is not told by
+    its links. Ranks that live would wait for it in vain, and go on without it."""
     with link_ranks(4) as ranks:
-        first, second, third, _ = (Readiness(links, 4) for links in ranks)
+        for links in ranks[:3]:
+            LossWatch(links, 4, ())
+        ranks[3].send(2, tag(0), payload(0))
+        assert received(ranks[2], 3, 0)
 
-        def leave(part: Readiness) -> Any:
-            with pytest.raises(PeerLostError) as caught:
-                part.do_with_all(int)
-            if part is first:
-                ranks[0].close()
-            return caught.value
+        def wait_with_all(links: Links) -> str:
+            with pytest.raises((AbortedError, PeerLostError)) as caught:
+                Readiness(links, 4).do_with_all(int)
+            return str(caught.value)
 
-        with in_threads(partial(leave, first), partial(leave, second)) as waits:
+        with in_threads(*(partial(wait_with_all, links) for links in ranks[:3])) as waits:
             ranks[3].close()
-            assert all(wait.result(TIMEOUT_S) for wait in waits)
-        leave(third)
+            try:
+                reasons = [wait.result(TIMEOUT_S) for wait in waits]
+            finally:
+                for links in ranks:  # Or a wait that nothing else ends would have this one hang.
+                    links.close()
+        assert reasons[2] == "rank 2, epoch 0: a rank was lost"

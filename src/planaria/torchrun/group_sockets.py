@@ -1,4 +1,4 @@
-"""Wakes a rank that waits in a collective for a peer that is gone.
+"""Wakes a rank that waits in a collective, or for its links, when a peer is gone.
 
 Gloo tells only the neighbours of a lost rank; the others wait for the whole timeout of the group,
 and its operations cannot be aborted. But they raise an error at once when their sockets are shut.
@@ -58,7 +58,10 @@ def connections_between_ranks() -> frozenset[Ends]:
 
 
 class LossWatch:
-    """Shuts the connections of collectives as soon as a peer is lost, until links are closed.
+    """Ends all that waits for peers as soon as one is lost, until links are closed.
+
+    Connections of collectives are shut, groups of NCCL and the links' epoch aborted: the loop is of
+    no use without the peer.
 
     Args:
         num_ranks: number of ranks, which are linked with each other.
@@ -97,6 +100,8 @@ class LossWatch:
             self.has_aborted = True
             threading.Thread(target=abort_at_once, args=(groups,), daemon=True).start()
         shut(self._connections)
+        # The loop may wait for a peer that lives, and that itself waits for the lost one.
+        self._links.abort("a rank was lost", first_epoch=self._links.epoch + 1)
 
     def abort_groups(self) -> None:
         """Aborts all groups of NCCL, so that nothing waits for the device any more."""
