@@ -19,10 +19,13 @@ from helpers.linked_ranks import wait_until
 from planaria.checkpoint.disk import storage
 from planaria.checkpoint.disk.storage import Content, Directory
 from planaria.errors import CheckpointError, ConfigError, UnreadableError
-from planaria.torchrun import group_copies
+from planaria.torchrun import group_copies, restores
 from planaria.torchrun.gathering import true_on_all
+from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 from planaria.torchrun.persisting import PersistentTier, Readiness
+from planaria.torchrun.restores import Restores
+from planaria.torchrun.shards import TrainingState
 
 Make = Callable[..., MemoryCheckpointer]
 
@@ -114,10 +117,11 @@ def test_what_was_restored_is_written_though_no_iteration_follows(
     assert saves(tmp_path) == [1]
 
 
-def test_no_rank_waits_in_a_collective_for_the_disk_of_another(
+def test_no_rank_waits_in_a_collective_for_what_takes_another_one_long(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group of a script may give up before a disk that hangs does; links do not."""
+    """The group of a script may give up before a disk that hangs does, or before a rank that needs
+    more shards than others has received them; links do not."""
     calls: list[str] = []
 
     def watch(place: object, name: str, kind: str) -> None:
@@ -130,11 +134,16 @@ def test_no_rank_waits_in_a_collective_for_the_disk_of_another(
 
         monkeypatch.setattr(place, name, watched)
 
-    for name in ("saves", "bring", "wait"):
-        watch(PersistentTier, name, f"disk: {name}")
+    for owner, name in (
+        *((PersistentTier, name) for name in ("saves", "bring", "wait")),
+        *((Restores, name) for name in ("_checked_versions", "_exchange_shards")),
+        (TrainingState, "assemble"),
+    ):
+        watch(owner, name, f"long: {name}")
     watch(Readiness, "do_with_all", "ready")
-    for name in ("gather_records", "true_on_all"):
-        watch(group_copies, name, "collective")
+    for module in (group_copies, restores):
+        watch(module, "gather_records", "collective")
+    watch(group_copies, "true_on_all", "collective")
     saver = make()
     train(saver, 1)
     assert saver.persist()
@@ -143,9 +152,13 @@ def test_no_rank_waits_in_a_collective_for_the_disk_of_another(
     other = make()
     assert other.restore() == 1
     assert other.persist()
+    train(other, 2)
+    watch(GroupCopies, "wait_ended", "long: wait_ended")
+    assert other.restore() == 2
 
-    assert {"disk: saves", "disk: bring", "disk: wait"} <= {*calls}
-    after = {late for call, late in pairwise(calls) if call.startswith("disk")}
+    after = {late for call, late in pairwise(calls) if call.startswith("long")}
+    assert {"long: saves", "long: bring", "long: wait", "long: wait_ended"} <= {*calls}
+    assert {"long: _checked_versions", "long: _exchange_shards", "long: assemble"} <= {*calls}
     assert "collective" not in after
 
 

@@ -100,6 +100,7 @@ class GroupCopies:
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(random_bytes[16:]) >> 2
         self.links = Links(self.rank, token=random_bytes[:16], host=options.host)
+        self._readiness = Readiness(self.links, self._world_size)
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self.links)))
         try:
             with errors_of_torch():
@@ -107,7 +108,6 @@ class GroupCopies:
         except BaseException:
             self.links.close()
             raise
-        self._readiness = Readiness(self.links, self._world_size)
         self._watch: LossWatch | None = None
         if options.store_port:
             self._watch = LossWatch(self.links, self._world_size, self.connections)
@@ -317,7 +317,7 @@ class GroupCopies:
 
         After a restore the state of an iteration may differ from the same iteration's before.
         """
-        self.wait_ended()
+        self._readiness.do_with_all(self.wait_ended)
         self._complete_if_ended(copier)
         copier.close()
         self._copier = None
@@ -328,7 +328,7 @@ class GroupCopies:
     def _restores_of(self, labels: Sequence[Mapping[int, tuple[Label, ...]]]) -> Restores:
         """This rank's part in restores, given the labels that each rank keeps, by shard."""
         arenas = (self._memory.arena, *self._memory.older)
-        return Restores(self.links, self._state, arenas, dict(enumerate(labels)))
+        return Restores(self.links, self._readiness, self._state, arenas, dict(enumerate(labels)))
 
     # -- saving -----------------------------------------------------------------------------------
 

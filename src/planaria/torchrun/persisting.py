@@ -316,14 +316,15 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-# -- waits for the tier of all ranks ---------------------------------------------------------------
+# -- waits for what takes some ranks long ----------------------------------------------------------
 
 
 class Readiness:
     """One rank's part in waits of all ranks for each other, over links.
 
-    A disk or store may take longer than the collectives of the script may take, and then the ranks
-    that wait in one would take the rank that reads or writes for lost. So all wait here before.
+    A disk or store may take longer than the collectives of the script may take, and so may shards
+    that move between ranks. The ranks that wait in one would take the rank that is busy for lost.
+    So all wait here before.
 
     Args:
         links: links to all other ranks.

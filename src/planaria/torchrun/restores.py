@@ -9,6 +9,7 @@ former states back.
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 from torch import Tensor
@@ -21,6 +22,7 @@ from planaria.core.copies import Label
 from planaria.errors import CheckpointError, ConfigError
 from planaria.torchrun.gathering import broadcast_bytes, gather_records
 from planaria.torchrun.loop_state import encoded_state
+from planaria.torchrun.persisting import Readiness
 from planaria.torchrun.shards import HEAD, Shard, TrainingState
 from planaria.transport.links import UNLIMITED_S, Links
 
@@ -56,6 +58,7 @@ class Restores:
     """One rank's part in restores.
 
     Args:
+        readiness: this rank's part in waits for what takes ranks long, and some longer than others.
         arenas: arenas that this rank can read.
         labels_by_rank: labels of the versions that exist, by rank and shard.
     """
@@ -63,12 +66,13 @@ class Restores:
     def __init__(
         self,
         links: Links,
+        readiness: Readiness,
         state: TrainingState,
         arenas: Sequence[Arena],
         labels_by_rank: Mapping[int, Mapping[int, tuple[Label, ...]]],
     ) -> None:
         self._rank = links.rank
-        self._links = links
+        self._links, self._readiness = links, readiness
         self._state = state
         self._arenas = arenas
         self._labels_by_rank = labels_by_rank
@@ -103,7 +107,8 @@ class Restores:
 
     def restore_version(self, label: Label) -> str:
         """Restores a version on all ranks; returns why that failed, empty if it did not."""
-        kept, bad = self._checked_versions(label)
+        check = partial(self._checked_versions, label)
+        kept, bad = self._readiness.do_with_all(check)
         checked = gather_records(_CheckedShards, _CheckedShards(shards=tuple(kept), bad=bad))
         holders = {
             n: [rank for rank, kept_there in enumerate(checked) if n in kept_there.shards]
@@ -125,13 +130,16 @@ class Restores:
         messages = gather_records(_RestoreMessage, message)
         if reason := _first_reason(messages):
             return reason
-        message, tensors = _RestoreMessage(), {}
-        try:
-            states |= self._exchange_shards(messages, holders, kept, label)
-            tensors = self._state.assemble(shards, {n: states[n] for n in sorted(wanted)})
-        except CheckpointError as error:
-            message = _RestoreMessage(reason=str(error))
-        if reason := _first_reason(gather_records(_RestoreMessage, message)):
+
+        def tensors_or_reason() -> tuple[dict[str, Tensor], str]:
+            try:
+                known = states | self._exchange_shards(messages, holders, kept, label)
+                return self._state.assemble(shards, {n: known[n] for n in sorted(wanted)}), ""
+            except CheckpointError as error:
+                return {}, str(error)
+
+        tensors, reason = self._readiness.do_with_all(tensors_or_reason)
+        if reason := _first_reason(gather_records(_RestoreMessage, _RestoreMessage(reason=reason))):
             return reason
         return self._load_version(tensors, shards)
 
