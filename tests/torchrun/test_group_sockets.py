@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import SGD
 
 from helpers.connections import connected, ends, is_shut
-from helpers.linked_ranks import TIMEOUT_S, link_ranks, tag, wait_until
+from helpers.linked_ranks import TIMEOUT_S, blocked_receive, link_ranks, tag, wait_until
 from planaria.errors import ConfigError
 from planaria.torchrun import group_sockets, survivors
 from planaria.torchrun.group_copies import GroupCopies
@@ -134,6 +134,29 @@ def test_groups_of_nccl_are_aborted_though_a_loop_that_wakes_is_done(
 
         assert is_aborted.wait(TIMEOUT_S)
         assert watch.has_aborted
+
+
+def test_a_peer_that_leaves_the_group_ends_all_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had an error of its own, or one link was broken. Others would wait for ever with NCCL, and
+    over links. They have lost nobody, or an error of the script would come again and again."""
+    all_begun = threading.Barrier(2)  # Here and there.
+    monkeypatch.setattr(group_sockets, "nccl_groups", lambda: [FakeNccl(all_begun)])
+    ours, theirs = connected()
+    with link_ranks(2) as (here, there), ours, theirs:
+        watch = LossWatch(here, 2, {ends(ours)})
+        thread, errors = blocked_receive(here, 1)
+        LossWatch(there, 2, ()).leave()
+        thread.join(TIMEOUT_S)
+        wait_until(lambda: is_shut(ours))
+        there.close()
+        wait_until(lambda: 1 in here.lost_peers)
+
+    assert not all_begun.broken
+    assert [str(error) for error in errors] == ["rank 0, epoch 0: ranks [1] have left the group"]
+    assert watch.has_aborted
+    assert not watch.is_alarmed
 
 
 @pytest.mark.parametrize("made", ["ProcessGroupNCCL", "ProcessGroupNCCL2"])

@@ -354,7 +354,7 @@ class GroupCopies:
 
     def _check_not_aborted(self) -> None:
         if self._has_aborted():
-            raise dist.DistBackendError("a rank was lost, and the groups of NCCL were aborted")
+            raise dist.DistBackendError("a rank was lost or left, and groups of NCCL were aborted")
 
     def _pause_watching(self) -> AbstractContextManager[None]:
         """A context in which this thread's collectives do not count as the loop's."""
@@ -568,10 +568,10 @@ class GroupCopies:
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s makes no copies any more: %s", self.rank, error)
 
-    def abort_collectives(self) -> None:
-        """Aborts groups of NCCL, for which a copy may wait with its device; `end` waits for it."""
+    def leave(self) -> None:
+        """Ends what waits for this rank, and for its device as a copy may; `end` waits for that."""
         if self._watch is not None:
-            self._watch.abort_groups()
+            self._watch.leave()
 
     def end(self) -> None:
         """Ends the threads that copy, without waiting for what they send; links stay.

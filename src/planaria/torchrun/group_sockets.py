@@ -32,10 +32,12 @@ from planaria.transport.links import Channel, Links, Tag
 logger = logging.getLogger(__name__)
 
 Ends = tuple[str, str]  # The own end and the other one of a connection.
-# What ranks tell each other: that they are done, that they live, and that another one is silent.
+# What ranks tell each other: that they are done, that they live, that another one is silent, and
+# that they leave the group.
 _FAREWELL: Final = Tag(Channel.ALIVE, 0, 0, 0)
 _BEAT: Final = Tag(Channel.ALIVE, 0, 1, 0)
 _SILENCE: Final = Tag(Channel.ALIVE, 0, 2, 0)
+_LEAVING: Final = Tag(Channel.ALIVE, 0, 3, 0)
 _NOTHING: Final = np.zeros(1, dtype=np.uint8)
 _BEAT_S: Final = 0.5
 _NCCL_CLASSES: Final = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
@@ -58,7 +60,7 @@ def connections_between_ranks() -> frozenset[Ends]:
 
 
 class LossWatch:
-    """Ends all that waits for peers as soon as one is lost, until links are closed.
+    """Ends all that waits for peers as soon as one is lost or leaves, until links are closed.
 
     Connections of collectives are shut, groups of NCCL and the links' epoch aborted: the loop is of
     no use without the peer.
@@ -69,7 +71,7 @@ class LossWatch:
 
     Attributes:
         is_alarmed: whether a rank was taken for lost.
-        has_aborted: whether groups of NCCL were aborted then, or are about to be.
+        has_aborted: whether groups of NCCL were aborted, or are about to be.
     """
 
     def __init__(self, links: Links, num_ranks: int, connections: Collection[Ends]) -> None:
@@ -91,8 +93,21 @@ class LossWatch:
             with suppress(AbortedError, PeerLostError):
                 self._links.send(peer, tag, _NOTHING)
 
+    def leave(self) -> None:
+        """Has no peer wait for this rank any more, and nothing here for the device.
+
+        For groups of NCCL are aborted. `say_farewell` follows.
+        """
+        self._send(_LEAVING)
+        if groups := nccl_groups():
+            self.has_aborted = True  # Before what the device computes may be anything.
+            abort_at_once(groups)
+
     def _alarm(self) -> None:
         self.is_alarmed = True
+        self._end_waits("a rank was lost")
+
+    def _end_waits(self, reason: str) -> None:
         groups = nccl_groups()
         # The loop is done with this group once it wakes, so the abort begins before that. It may
         # take long, and the loop may wait for gloo, so nothing waits for its end.
@@ -101,28 +116,31 @@ class LossWatch:
             threading.Thread(target=abort_at_once, args=(groups,), daemon=True).start()
         shut(self._connections)
         # The loop may wait for a peer that lives, and that itself waits for the lost one.
-        self._links.abort("a rank was lost", first_epoch=self._links.epoch + 1)
-
-    def abort_groups(self) -> None:
-        """Aborts all groups of NCCL, so that nothing waits for the device any more."""
-        if groups := nccl_groups():
-            self.has_aborted = True  # Before what the device computes may be anything.
-            abort_at_once(groups)
+        self._links.abort(reason, first_epoch=self._links.epoch + 1)
 
     def _missing_ranks(self) -> set[int]:
-        """The ranks whose links have broken though they were not done."""
-        lost = self._links.lost_peers
-        return {peer for peer in lost if not self._links.has_any({peer: _FAREWELL})}
+        """The ranks whose links have broken though they were not done, and did not leave."""
+        known = self._senders(_FAREWELL) | self._senders(_LEAVING)
+        return self._links.lost_peers.keys() - known
+
+    def _senders(self, tag: Tag) -> set[int]:
+        """The peers that have sent a message under a tag."""
+        return {peer for peer in self._peers if self._links.has_any({peer: tag})}
 
     def _watch(self) -> None:
-        """Waits until a peer is lost, or another one says so."""
-        silences = dict.fromkeys(self._peers, _SILENCE)
-        if self._links.wait_for(
-            lambda: bool(self._missing_ranks()) or self._links.has_any(silences)
+        """Waits until a peer is lost, or another one says so, or one leaves."""
+        if not self._links.wait_for(
+            lambda: bool(
+                self._missing_ranks() or self._senders(_SILENCE) or self._senders(_LEAVING)
+            )
         ):
-            if missing := self._missing_ranks():
-                logger.warning("rank %s lost ranks %s", self._links.rank, sorted(missing))
+            return
+        if missing := self._missing_ranks():
+            logger.warning("rank %s lost ranks %s", self._links.rank, sorted(missing))
+        if missing or self._senders(_SILENCE):
             self._alarm()
+        else:  # It may have had an error of its own, so this is no loss.
+            self._end_waits(f"ranks {sorted(self._senders(_LEAVING))} have left the group")
 
     def _beat(self) -> None:
         """Tells the next rank that this one lives."""

@@ -317,7 +317,7 @@ class MemoryCheckpointer:
         self._is_used = False
         if group is not None:
             self._had_version |= group.has_version
-            group.abort_collectives()
+            group.leave()
             group.end()
         # What it remembers of layouts refers to the groups of that time.
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
