@@ -19,9 +19,11 @@ from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import Filler
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.torchrun import group_copies, group_sockets, memory_checkpointer
+from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.group_sockets import listeners
 from planaria.torchrun.loop_state import RandomGenerators
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+from planaria.transport.links import Links
 
 
 @pytest.fixture
@@ -136,6 +138,24 @@ def test_a_reform_aborts_groups_of_nccl_before_it_waits_for_copies(
     assert saver._memory.versions() == {}
     saver.close()
     dist.destroy_process_group()
+
+
+def test_a_rank_closes_its_links_when_the_others_have_all_that_it_sent(
+    saver: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its farewell is the last of that, and they would take it for lost."""
+    calls: list[str] = []
+    for place, name in ((GroupCopies, "end"), (Links, "drain"), (Links, "close")):
+        original = getattr(place, name)
+
+        def noted(*arguments: Any, name: str = name, original: Any = original, **keys: Any) -> None:
+            calls.append(name)
+            original(*arguments, **keys)
+
+        monkeypatch.setattr(place, name, noted)
+    saver.close()
+
+    assert calls == ["end", "drain", "close"]
 
 
 @pytest.mark.parametrize("field", ["others", "per_rank"])

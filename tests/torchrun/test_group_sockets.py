@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from torch import nn
@@ -57,16 +58,22 @@ def test_a_number_that_belongs_to_another_socket_by_now_is_let_be(
 
 @pytest.mark.parametrize("says_farewell", [True, False])
 def test_a_peer_that_is_done_is_not_taken_for_lost(says_farewell: bool) -> None:
-    """Others may still compute without it, when it has closed its links."""
+    """Others may still compute without it, when it has closed its links. Much may wait in them
+    before the farewell, and bytes that it has not read have its kernel drop what is on the way."""
     ours, theirs = connected()
+    much = np.zeros(64 << 20, dtype=np.uint8)
     with link_ranks(2) as (here, gone), ours, theirs:
         LossWatch(here, 2, {ends(ours)})
         if says_farewell:
+            gone.send(0, tag(0), much)
             LossWatch(gone, 2, ()).say_farewell()
+            here.send(1, tag(0), much)
+            gone.drain(timeout_s=TIMEOUT_S)
         gone.close()
         wait_until(lambda: 1 in here.lost_peers)
 
         if says_farewell:
+            assert len(here.receive(1, tag(0), timeout_s=TIMEOUT_S)) == len(much)
             assert not is_shut(ours)
         else:
             wait_until(lambda: is_shut(ours))

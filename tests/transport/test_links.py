@@ -4,6 +4,7 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from helpers.linked_ranks import (
     wait_until,
 )
 from planaria.errors import AbortedError, PeerLostError
-from planaria.transport.connection import Connection
+from planaria.transport.connection import Connection, IncomingMessage
 from planaria.transport.links import Address, Buffer, Channel, Links, Tag
 
 LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
@@ -468,3 +469,30 @@ def test_messages_within_a_machine_measure_no_link() -> None:
             right.receive(0, tag(index), timeout_s=TIMEOUT_S)
 
         assert right.take_receptions() == {}
+
+
+def test_whoever_closes_links_can_wait_until_a_peer_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which may be never, or not soon enough; of a peer that closes first nothing is awaited."""
+    may_read, read = threading.Event(), Connection.read
+
+    def wait_and_read(connection: Connection) -> Iterator[IncomingMessage | None]:
+        may_read.wait(TIMEOUT_S)
+        return read(connection)
+
+    with link_ranks(2) as (left, right):
+        monkeypatch.setattr(Connection, "read", wait_and_read)
+        left.send(1, tag(0), np.zeros(LARGE))
+        left.drain(timeout_s=0.0)
+        (link,) = left._peers.values()
+        assert not link.is_drained()
+
+        may_read.set()
+        left.drain(timeout_s=math.inf)
+        assert link.is_drained()
+
+        left.send(1, tag(1), np.zeros(LARGE))
+        right.close()
+        left.drain(timeout_s=math.inf)
+        wait_until(lambda: 1 in left.lost_peers)

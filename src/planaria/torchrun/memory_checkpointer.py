@@ -80,7 +80,8 @@ from planaria.torchrun.survivors import MeetingStore, Ranks, group_settings, lea
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S: Final = 60.0  # Longest wait for a version that is being written at the end.
+# Longest wait at the end for a version that is being written, and for what others are sent.
+_CLOSE_S: Final = 60.0
 
 
 class MemoryCheckpointer:
@@ -378,7 +379,8 @@ class MemoryCheckpointer:
     def close(self) -> None:
         """Ends copying and the keeper at the end of the job, so all copies in memory are gone.
 
-        A version that is being written to `persist_directory` is waited for, a minute at most.
+        A version that is being written to `persist_directory` is waited for, a minute at most, and
+        as long until others have what this rank sent to them.
         Idempotent. Other methods raise a ConfigError afterwards.
         """
         if self._is_closed:
@@ -389,6 +391,8 @@ class MemoryCheckpointer:
             self._tier.wait(_CLOSE_S)
         if self._is_used:
             self._group.end()
+            # Or others take this rank for lost, and none may publish what was just written.
+            self._group.links.drain(timeout_s=_CLOSE_S)
         self._group.links.close()
         self._memory.close()
 

@@ -11,8 +11,8 @@ have hashes of their own, by which their receiver asks for what was damaged (`ch
 so their payload is not hashed again. It may change on its way, too: a rank that leaves an epoch at
 its last commit reuses the memory of copies that it still sends.
 
-Any thread may call `append` and `withdraw_memory`; only the thread that serves the links calls the
-other methods.
+Any thread may call `append`, `is_drained` and `withdraw_memory`; only the thread that serves the
+links calls the other methods.
 
 The speed of a link is measured by its large messages. Bytes that wait in the kernel came at an
 unknown time, so once a message begins to arrive they are read until none is left. What the message
@@ -21,8 +21,10 @@ still lacks then arrives between that moment and its end, and only that is count
 What has arrived on all connections of a rank waits in its `LinkInbox`.
 """
 
+import fcntl
 import socket
 import struct
+import termios
 import threading
 import time
 import zlib
@@ -50,6 +52,7 @@ _AWAITED_BYTES_MIN: Final = 1 << 18
 _HEADER = struct.Struct("!IBIIIQ")
 _DIGEST = struct.Struct("!Q")
 _CRC = struct.Struct("!I")
+_COUNT = struct.Struct("i")  # Of bytes that wait in the kernel.
 _READ_BYTES_MAX = 1 << 22  # Per wake-up and connection, so that no peer starves the others.
 _IOV_MAX = 64
 _RANK_BITS = 32
@@ -380,6 +383,15 @@ class Connection:
             if not tls.encrypt(self._unsent):
                 return True
         return not self._unsent and not tls.unsent
+
+    def is_drained(self) -> bool:
+        """Whether the other end's kernel has all bytes that were appended, or it is closed."""
+        with self.lock:
+            if self.sock.fileno() < 0:
+                return True
+            has_unsent = bool(self._unsent) or (self._tls is not None and bool(self._tls.unsent))
+            waiting = fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(_COUNT.size))
+            return not has_unsent and _COUNT.unpack(waiting) == (0,)
 
     def close(self) -> None:
         """Closes the socket and drops what is unsent."""

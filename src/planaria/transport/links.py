@@ -66,6 +66,7 @@ UNLIMITED_S: Final = threading.TIMEOUT_MAX
 
 _NEVER = 1 << 62  # An epoch that no job reaches.
 _UNPROTECTED: Final = LinkProtection()
+_LOOK_S: Final = 0.01  # The kernel does not tell when it has sent all.
 # A wait is logged after this time, and whenever its length has doubled.
 _LOG_AFTER_S: Final = 600.0
 
@@ -341,6 +342,14 @@ class Links:
         """Raises an AbortedError if the epoch has been aborted."""
         with self._changed:
             self._check_epoch(self.epoch)
+
+    def drain(self, *, timeout_s: float) -> None:
+        """Blocks until the machines of peers have all that was sent, or the time is over."""
+        end_s = time.monotonic() + timeout_s
+        with self._changed:
+            connections = tuple(self._peers.values())
+        while not all(c.is_drained() for c in connections) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Writes what the kernel takes now, then closes every socket. Idempotent."""

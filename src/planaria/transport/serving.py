@@ -6,6 +6,7 @@ threads hand connections to it, through queues and a wake-up.
 
 import contextlib
 import logging
+import math
 import os
 import selectors
 import socket
@@ -224,18 +225,38 @@ class Server:
     def _serve(self, connection: Connection, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
-                for message in connection.read():
-                    if message is None:
-                        self._unproven.discard(connection)
-                        self._accepted.remove(connection)
-                        self._handlers.on_link_up(connection)
-                    else:
-                        self._handlers.on_message(connection, message)
+                self._read(connection)
+            self._write(connection)
+        except (OSError, AuthenticationError) as error:
+            self._drop(connection, str(error))
+
+    def _read(self, connection: Connection) -> None:
+        for message in connection.read():
+            if message is None:
+                self._unproven.discard(connection)
+                self._accepted.remove(connection)
+                self._handlers.on_link_up(connection)
+            else:
+                self._handlers.on_message(connection, message)
+
+    def _write(self, connection: Connection) -> None:
+        try:
             with connection.lock:
                 is_done = connection.flush()
                 self._watch(connection, selectors.EVENT_READ if is_done else READ_AND_WRITE)
-        except (OSError, AuthenticationError) as error:
-            self._drop(connection, str(error))
+        except OSError:
+            # A peer that has closed its end may have sent its last messages before, which are here.
+            if connection.peer >= 0:
+                with contextlib.suppress(OSError, AuthenticationError):
+                    self._read_rest(connection)
+            raise
+
+    def _read_rest(self, connection: Connection) -> None:
+        """Reads all that has arrived."""
+        heard_s = -math.inf
+        while heard_s < connection.heard_s:
+            heard_s = connection.heard_s
+            self._read(connection)
 
     def _drop(self, connection: Connection, reason: str) -> None:
         if connection.sock.fileno() < 0:
