@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +36,7 @@ _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_htt
 _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
 _PIECE_BYTES: Final = 16 << 20
 _PIECES_AT_ONCE: Final = 4
+_PUT_BYTES: Final = 5 << 20  # Stores take no smaller parts of a content.
 
 VERSION_NAME: Final = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 PARTIAL: Final = ".partial"  # How the names of files end that are still being written.
@@ -366,8 +367,11 @@ class Objects:
 
     def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         check_member(self.where(name), may_write)
+        parts = parts_of(content)
+        is_small = sum(map(len, parts)) <= _PUT_BYTES  # It goes as one request.
+        source = b"".join(parts) if is_small else _pieces(parts)
         try:
-            self._obstore.put(self._store, name, b"".join(parts_of(content)))
+            self._obstore.put(self._store, name, source, chunk_size=_PUT_BYTES)
         except self._errors as error:
             raise self._write_error(name, error) from error
 
@@ -412,6 +416,14 @@ def check_member(where: str, may_write: Callable[[], bool]) -> None:
     """Raises a CheckpointError if the writer does not belong to the job any more."""
     if not may_write():
         raise CheckpointError(f"{where} is not written: the node's lease has run out")
+
+
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """Views of all bytes, in order and in small pieces: obstore has copies of several at once."""
+    for part in parts:
+        view = memoryview(part)
+        for first in range(0, len(view), _PUT_BYTES):
+            yield view[first : first + _PUT_BYTES]
 
 
 def _error_text(error: Exception) -> str:
