@@ -430,6 +430,39 @@ def test_training_waits_for_no_disk(
     assert set(safetensors.numpy.load_file(path)["parameter/weight"].flat) == {2.0}
 
 
+def test_only_what_a_rank_writes_stays_in_memory_until_it_is_written(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies for other nodes would take memory three times, and there may be room for two."""
+    may_write, write_shards = threading.Event(), PersistentTier._write_shards
+
+    def wait_and_write(*arguments: Any) -> Any:
+        may_write.wait(60.0)
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(PersistentTier, "_write_shards", wait_and_write)
+    saver = make()
+    train(saver, 1)
+    copier, arena, tier = saver._group._copier, saver._memory.arena, saver._tier
+    assert copier is not None
+    assert copier._label is not None
+    assert tier is not None
+    label = copier._label
+    kept = arena.begin(1, label, head=b"", num_bytes=100, piece_bytes=100)  # For another rank.
+    kept.hash_pieces()
+    arena.finish(kept)
+    tier.write(saver._group.links, (arena,), label, writers={0: 0})
+    arena.keep_only((), layers=(0, 1))
+    before = arena.versions()
+    may_write.set()
+    tier.wait()
+    arena.keep_only((), layers=(0, 1))
+
+    assert before == {0: (label,)}
+    assert tier.has_saved(label)
+    assert arena.versions() == {}
+
+
 def test_a_save_that_fails_is_told_and_training_goes_on(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

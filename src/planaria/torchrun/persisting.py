@@ -2,10 +2,10 @@
 
 Some complete versions in memory are written there, one safetensors file for each shard, and a
 manifest last (checkpoint/disk/tiers.py). Each rank writes its own shard from its memory of copies,
-in a thread; of a version that was restored it writes some of those that it keeps. A version that is
-being written stays in memory until then, so the version takes memory once more. Rank 0 hears from
-all others how that went, and publishes the version. Training waits for none of this: a version that
-is due while an older one is still being written is left out.
+in a thread; of a version that was restored it writes some of those that it keeps. What it writes
+stays in memory until then, so its own shard takes memory once more. Rank 0 hears from all others
+how that went, and publishes the version. Training waits for none of this: a version that is due
+while an older one is still being written is left out.
 
 The newest version is that of the run that began last, as in memory.
 """
@@ -139,8 +139,9 @@ class PersistentTier:
             writers: rank that writes each shard, by shard.
         """
         self._begun = label
+        own = [shard for shard, rank in writers.items() if rank == links.rank]
         for arena in arenas:
-            arena.hold(label)
+            arena.hold(label, layers=own)
         arguments = links, tuple(arenas), label, writers
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="persist", daemon=True

@@ -75,7 +75,7 @@ class Arena:
         self._spare: dict[int, list[tuple[int, int]]] = {}
         self._reserved: set[int] = set()  # Offsets of extents that were reserved.
         self._layers_in_reservation: set[int] = set()
-        self._held: set[Label] = set()
+        self._held: dict[Label, frozenset[int]] = {}  # Layers of versions that are not dropped.
         states = np.frombuffer(self._table, dtype=np.uint64)[:: _ENTRY_BYTES // _STATE.size]
         for index in np.flatnonzero(states == _WHOLE).tolist():
             self._entries[index] = self._read_entry(index)
@@ -259,15 +259,15 @@ class Arena:
         with self._changed:
             self._drop_all(version.layer, version.label)
 
-    def hold(self, label: Label) -> None:
-        """Keeps the versions of this label, whatever `keep_only` drops, until `release`."""
+    def hold(self, label: Label, *, layers: Collection[int]) -> None:
+        """Keeps versions of this label until `release`, whatever `keep_only` drops."""
         with self._changed:
-            self._held.add(label)
+            self._held[label] = frozenset(layers)
 
     def release(self, label: Label) -> None:
         """Ends `hold`; the next `keep_only` may drop the versions."""
         with self._changed:
-            self._held.discard(label)
+            self._held.pop(label, None)
 
     def keep_only(self, labels: Collection[Label], *, layers: Collection[int]) -> None:
         """Drops all versions except those of these labels, and those that are held.
@@ -277,7 +277,8 @@ class Arena:
         with self._changed:
             self.torn = frozenset()
             for index, entry in list(self._entries.items()):
-                if entry.label not in labels and entry.label not in self._held:
+                is_held = entry.layer in self._held.get(entry.label, ())
+                if entry.label not in labels and not is_held:
                     self._drop(index)
             self._punch_spare(but=layers)
 
