@@ -51,6 +51,14 @@ def keep_request_sockets_in(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(request_socket, "socket_directories", lambda: (directory,))
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that has ended may wait for its parent."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Blocks until the condition holds; AssertionError if it does not in time."""
     begin_s = time.monotonic()

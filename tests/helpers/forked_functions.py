@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 WAS_COLLECTING = gc.isenabled()
@@ -60,6 +61,22 @@ def end_another(_: bytes, result_fd: int) -> None:
     with subprocess.Popen(["sleep", "20"]) as other:
         other.terminate()
         os.write(result_fd, str(other.wait()).encode())
+
+
+def leave_another(_: bytes, result_fd: int) -> None:
+    """Forks a process that lives on for 20 s, and writes its pid."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(20.0)
+        os._exit(0)
+    os.write(result_fd, str(pid).encode())
+
+
+def leave_another_and_wait(payload: bytes, _: int) -> None:
+    """Forks a process that lives on, tells its pid like `wait_for_end`, and waits to be killed."""
+    if os.fork() == 0:
+        wait_for_end(payload)
+    signal.pause()
 
 
 def wait_for_end(payload: bytes) -> None:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from helpers.command import wait_for
+from helpers.command import is_alive, wait_for
 from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import UNKNOWN, ForkServer
 from planaria.nodes.head.process_events import LEAVE_SIGNALS
@@ -120,6 +121,35 @@ def test_a_signal_has_a_server_and_what_it_forks_print_where_they_are(tmp_path: 
 def test_a_process_that_the_users_code_starts_can_be_told_to_leave(small: ForkServer) -> None:
     """Who ignores a signal hands that on: `multiprocessing` would wait for its own for ever."""
     assert small.call(f"{FORKED}:end_another", b"") == str(-signal.SIGTERM).encode()
+
+
+def test_a_call_does_not_wait_for_a_process_that_its_child_leaves_behind(
+    small: ForkServer,
+) -> None:
+    """As a pool of the user's data set: it held the pipe to the caller open, which read on."""
+    start_s = time.monotonic()
+
+    pid = int(small.call(f"{FORKED}:leave_another", b""))
+
+    assert time.monotonic() - start_s < 15.0  # The process lives for 20 s, and is killed.
+    wait_for(lambda: not is_alive(pid), what="it is killed")
+
+
+def test_a_call_that_is_interrupted_leaves_no_process_behind(
+    small: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes while the job is examined: what the user's code had forked lived on."""
+
+    def interrupted(*_: object) -> int:
+        wait_for((tmp_path / "pid").exists, what="a process of the child runs")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForkServer, "_wait_exit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        small.call(f"{FORKED}:leave_another_and_wait", bytes(tmp_path / "pid"))
+
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not is_alive(pid), what="it is killed")
 
 
 def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from helpers.command import is_alive
 from helpers.fake_fork_server import LOSS, NO_PID, FakeForkServer
 from helpers.heads import runs
 from helpers.offered_machines import node_spec
@@ -212,4 +213,22 @@ async def test_a_process_that_examines_the_job_ends_with_its_request(
     preparing.cancel()
 
     await wait_until(lambda: not process.is_running())
+    await node.close()
+
+
+@runs
+async def test_what_a_process_has_found_does_not_wait_for_one_that_it_leaves_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a pool of the user's data set: the machine never answered, and the job never began."""
+    monkeypatch.setattr(machine_node, "_PREPARE", "helpers.hanging_prepare:leave_another")
+    node = MachineNode(lambda *_: None, on_failure=pytest.fail, on_given_up=pytest.fail)
+    node.open(ForkServer(("planaria.nodes.machine_node",)), lambda _: None)
+    assert await node.wait_ready() == ""
+    pid_path = tmp_path / "pid"
+
+    async with asyncio.timeout(15.0):  # The process lives for 20 s, and is killed.
+        assert await node.prepare(str(pid_path).encode()) == b"found"
+
+    await wait_until(lambda: not is_alive(int(pid_path.read_text())))
     await node.close()

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from helpers.command import wait_for
+from helpers.command import is_alive, wait_for
 from helpers.metadata_server import Metadata, in_seconds, metadata_server
 from planaria.errors import ConfigError
 from planaria.nodes import notices
@@ -382,11 +382,4 @@ def test_a_watcher_dies_with_its_parent(tmp_path: Path) -> None:
 
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    wait_for(lambda: not _is_alive(watcher), what="the watcher is gone")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_for(lambda: not is_alive(watcher), what="the watcher is gone")

@@ -279,21 +279,22 @@ class ForkServer:
             self.forget(number)
 
     def call(self, target: str, payload: bytes) -> bytes:
-        """Runs `target(payload, fd)` in a child, and returns what it writes to fd.
+        """Runs `target(payload, fd)` in a child, and returns what it writes to fd until it ends.
+
+        Processes that the child leaves behind, such as a pool of the user's, are killed.
 
         Raises:
             InsufficientError: the server or the child has ended without a result.
         """
-        read_fd, write_fd = os.pipe()
-        with os.fdopen(read_fd, "rb") as reader:
+        with os.fdopen(os.memfd_create("result"), "rb") as file:  # They would hold a pipe open.
+            pid = self._spawn({"target": target, "is_call": True}, payload, (file.fileno(),))
             try:
-                pid = self._spawn(
-                    {"target": target, "dies_with_server": True}, payload, (write_fd,)
-                )
+                status = self._wait_exit(pid)
             finally:
-                os.close(write_fd)
-            result = reader.read()
-        status = self._wait_exit(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            file.seek(0)
+            result = file.read()
         if not result:
             raise InsufficientError(f"the process that ran {target} {exit_text(status)}")
         return result
@@ -339,12 +340,10 @@ class ForkServer:
 
     def _wait_exit(self, pid: int) -> int:
         """The exit status of a child that has ended or is about to."""
-        while True:
-            for exited in self._exits:
-                if exited[0] == pid:
-                    self._exits.remove(exited)
-                    return exited[1]
+        while pid not in (statuses := dict(self._exits)):
             self._on_reply(self._wait_reply())
+        self._exits.remove((pid, statuses[pid]))
+        return statuses[pid]
 
     def _on_reply(self, reply: dict[str, int]) -> None:
         if "ready" in reply:
@@ -524,6 +523,8 @@ def _serve_request(sock: socket.socket) -> bool:
         pid = os.fork()
         if pid == 0:
             _become(request, sock, fds, server_pid=server_pid)
+        if request.get("is_call"):
+            os.setpgid(pid, pid)  # The child runs nothing before; the caller kills its group.
         pidfds.append(os.pidfd_open(pid))  # The child is not reaped yet, so the pid is still its.
         reply["pid"] = pid
     except OSError as error:  # There are too many processes, or too little memory for another one.
@@ -573,7 +574,7 @@ def _become(
     status = 1
     try:
         sock.close()
-        if request.get("dies_with_server"):
+        if request.get("is_call"):
             die_with_parent(server_pid)
             # Processes that the user's code starts inherit the handling of SIGTERM, and must end
             # by it: a pool of multiprocessing would wait for them for ever.

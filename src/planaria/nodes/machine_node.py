@@ -30,7 +30,6 @@ _KILL_TIMEOUT_S: Final = 5.0
 _LEAVE_TIMEOUT_S: Final = 10.0  # Time for a node to end by itself once the job is over.
 _NOTICE_PERIOD_S: Final = 1.0
 _LOOK_PERIOD_S: Final = 1.0  # Period in which it is looked whether a node can still be forked.
-_READ_BYTES: Final = 1 << 20
 _SAVE_TIMEOUT_S: Final = 3600.0  # An agent that runs ends much earlier if nothing more is written.
 _FAILED: Final = 1  # Exit status of a node that could not be forked.
 _PREPARE: Final = "planaria.nodes.machine_node:prepare"
@@ -161,20 +160,24 @@ class MachineNode:
     async def prepare(self, request: bytes) -> bytes:
         """What a process finds that examines the job; b"": it was killed.
 
-        The process is killed if this is cancelled.
+        The process is killed if this is cancelled, and what it leaves behind in any case.
         """
         lifeline_fd, own_fd = os.pipe()
-        read_fd, write_fd = os.pipe()
-        with os.fdopen(read_fd, "rb") as file, os.fdopen(own_fd, "wb"):
+        # A pipe has no end as long as a process that it leaves behind holds it.
+        with os.fdopen(os.memfd_create("found"), "rb") as file, os.fdopen(own_fd, "wb"):
             try:
-                await self._forker.spawn(_PREPARE, request, (write_fd, lifeline_fd))
+                pid = await self._forker.spawn(_PREPARE, request, (file.fileno(), lifeline_fd))
             except (InsufficientError, OSError) as error:
                 logger.warning("the job could not be examined: %s", error)
                 return b""
             finally:
-                os.close(write_fd)
                 os.close(lifeline_fd)
-            return await _all_bytes(file.fileno())
+            try:
+                await _wait_end(pid)
+            finally:
+                kill_group(pid)
+            file.seek(0)
+            return file.read()
 
     async def save_and_end(self) -> None:
         """Has the node save what it holds by itself, and waits for its end.
@@ -241,23 +244,19 @@ class MachineNode:
         self._on_end(node, status)
 
 
-async def _all_bytes(read_fd: int) -> bytes:
-    """What is written to a pipe until its last write end is closed."""
-    loop, parts = asyncio.get_running_loop(), list[bytes]()
-    ended = loop.create_future()
-
-    def read() -> None:
-        parts.append(os.read(read_fd, _READ_BYTES))
-        if not parts[-1]:
-            loop.remove_reader(read_fd)
-            ended.set_result(None)
-
-    loop.add_reader(read_fd, read)
+async def _wait_end(pid: int) -> None:
+    """Waits until a process has ended that another one reaps."""
     try:
-        await ended
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
     finally:
-        loop.remove_reader(read_fd)
-    return b"".join(parts)
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def prepare_answer(data: bytes, *, number: int) -> JobPrepared:
@@ -274,6 +273,7 @@ def prepare_answer(data: bytes, *, number: int) -> JobPrepared:
 
 def prepare(payload: bytes, result_fd: int, lifeline_fd: int) -> None:
     """Examines the job in a forked process, which ends with its agent; see engine/prepare.py."""
+    os.setpgid(0, 0)  # Processes that the user's code leaves behind are killed with the group.
     end_with(lifeline_fd)
     # Processes that the user's code starts inherit the handling of SIGTERM, and must end by it: a
     # pool of multiprocessing would wait for them for ever.
