@@ -1,6 +1,7 @@
 """The profiler measures what a layer is."""
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -401,12 +402,18 @@ class _Points:
 def _profile_of(
     job: JobConfig, *modules: nn.Module, shape: tuple[int, ...], num_ranks: int = 1
 ) -> ModelProfile:
-    """The profile of these modules on samples of a shape; the loss is a plain sum. All ranks share
-    two processors."""
+    """The profile of these modules on samples of a shape, see `_profile_on`."""
+    return _profile_on(job, _Points(*shape), *modules, num_ranks=num_ranks)
+
+
+def _profile_on(
+    job: JobConfig, points: _Points, *modules: nn.Module, num_ranks: int
+) -> ModelProfile:
+    """The profile of these modules; the loss is a plain sum. All ranks share two processors."""
     model = SplitModel(
         _Layers(*modules), objective="supervised", loss=lambda output, _: output.float().sum()
     )
-    return profiler.profile_model(job, model, _Points(*shape), num_ranks=num_ranks, processors=2)
+    return profiler.profile_model(job, model, points, num_ranks=num_ranks, processors=2)
 
 
 class _Slept(nn.Linear):
@@ -426,6 +433,29 @@ def test_more_ranks_than_processors_are_measured_in_processor_seconds(
     profile = _profile_of(job, _Slept(24, 24), nn.Linear(24, 1), shape=(24,), num_ranks=num_ranks)
 
     assert (profile.layers[0].forward_s[1] >= 0.02) == (num_ranks == 2)
+
+
+class _LoggedPoints(_Points):
+    """Points that log which processes read them."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(24)
+        self._log = log
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        with self._log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return super().sample(index, seed=seed)
+
+
+def test_the_processes_that_compete_read_no_samples(tmp_path: Path) -> None:
+    """They share the position in each file that the data set has open: one sought, and another one
+    read from there. Correct jobs were refused at random."""
+    job, log = tiny_job("sequential", tmp_path), tmp_path / "log"
+
+    _profile_on(job, _LoggedPoints(log), _Slept(24, 24), nn.Linear(24, 1), num_ranks=3)
+
+    assert set(log.read_text().split()) == {str(os.getpid())}
 
 
 def test_activations_are_what_autograd_keeps(tmp_path: Path) -> None:

@@ -87,6 +87,21 @@ class _Clock:
     now_s: Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    """The microbatch on which layers are measured, on the device.
+
+    Attributes:
+        inputs: inputs of the first layer.
+        targets: targets of the loss.
+        num_targets: number of targets in the global batch.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    num_targets: int
+
+
 def profile_model(
     job: JobConfig,
     model: SplitModel,
@@ -113,10 +128,17 @@ def profile_model(
     limit_bytes = cluster.device_memory_bytes or usable_bytes(device, num_ranks=num_here)
     shares = 0 < processors < num_ranks and not is_accelerator
     num_others = min(num_ranks, _RANKS_EACH * processors) - 1 if processors else 0
+    # Forked processes would share the position in each file that the data set has open.
+    batches = Batches(dataset, job.training, iteration=0)
+    inputs, targets = (
+        bring(batches.inputs(0), device.bring),
+        bring(batches.targets(0), device.bring),
+    )
+    first = _Microbatch(inputs, targets, batches.num_targets())
     # A process that uses an accelerator cannot be forked.
     with Contention(0 if is_accelerator else num_others) as contention:
         clock = _Clock(contention, time.process_time if shares else _finished_s(device))
-        layers = _measured_layers(job, model, dataset, clock, device)
+        layers = _measured_layers(job, model, first, clock, device)
     link = measured_link()
     links = {"intra_node": link, "inter_node": link}
     if is_accelerator:
@@ -217,11 +239,9 @@ def _measured_copy(device: Device) -> Link:
 
 
 def _measured_layers(
-    job: JobConfig, model: SplitModel, dataset: Dataset, clock: _Clock, device: Device
+    job: JobConfig, model: SplitModel, first: _Microbatch, clock: _Clock, device: Device
 ) -> tuple[LayerProfile, ...]:
-    batches = Batches(dataset, job.training, iteration=0)
-    hidden = bring(batches.inputs(0), device.bring)
-    targets, num_targets = bring(batches.targets(0), device.bring), batches.num_targets()
+    hidden = first.inputs
     known: dict[str, LayerProfile] = {}
     layers = []
     stages = [RankStage(model, training=job.training, device=device) for _ in range(TURNS)]
@@ -232,14 +252,14 @@ def _measured_layers(
         stages[0].hold((layer,), states={}, age=0)
         held = stages[0].layers[layer]
         module = held.module
-        output = _examined_output(job, model, held, hidden, targets)
+        output = _examined_output(job, model, held, hidden, first.targets)
         # Layers with the same parameters may differ in what no parameter shows, such as a stride.
         shapes = f"{tuple(hidden.shape)}/{tuple(output.shape)}"
         key = f"{layer == 0}/{is_last}/{_kind(module)}/{shapes}"
         if key not in known:
 
             def loss(output: Tensor) -> Tensor:
-                return model.loss_sum(output, targets) / num_targets
+                return model.loss_sum(output, first.targets) / first.num_targets
 
             if sum(_num_bytes(tensor) for tensor in held.tensors()) < CACHE_BYTES:
                 for stage in stages[1:]:
