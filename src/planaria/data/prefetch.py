@@ -6,6 +6,9 @@ has threads or a device, read the data set for themselves, and load microbatches
 iteration while the rank computes this one. A microbatch is a function of the seed, the iteration
 and its number, so its bits do not depend on who loads it.
 
+A loader is handed a few microbatches at a time, and the next one when it has answered. So the rank
+never waits to ask, and what it needs no more after a change of the plan is not loaded.
+
 What cannot be had from them the rank loads itself: after a change of the plan, if one of them ends,
 or if it could not load something; then the user's error is raised where it always was.
 """
@@ -16,8 +19,10 @@ import os
 import pickle
 import signal
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +39,9 @@ from planaria.data.datasets import Dataset, load_dataset
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
+# Number of microbatches that a loader is handed at a time: it loads one, and has the next one. Some
+# 270 fill the buffer of its socket, and the rank would have to wait.
+_NUM_HANDED: Final = 2
 Key = tuple[int, int]  # (iteration, microbatch)
 
 
@@ -128,6 +136,8 @@ class Prefetch:
         self._training = start.spec.job.training
         self._loaders = list(loaders)
         self._asked: dict[Key, int] = {}  # The loader that was asked, by its number.
+        self._waiting: list[deque[Key]] = [deque() for _ in loaders]  # To be handed, by loader.
+        self._num_handed = [0 for _ in loaders]  # Number of keys not yet answered, by loader.
         self._loaded: dict[Key, Any] = {}
         self._ended: set[int] = set()
         self._changed = threading.Condition()
@@ -147,19 +157,32 @@ class Prefetch:
 
     def ask(self, iteration: int, indices: Iterable[int]) -> None:
         """Asks for microbatches of an iteration and of the next one; forgets those before."""
-        keys = [(number, index) for number in (iteration, iteration + 1) for index in indices]
+        # In the order in which the rank needs them.
+        keys = dict.fromkeys((n, index) for n in (iteration, iteration + 1) for index in indices)
         with self._changed:
             for old in [key for key in self._asked if key not in keys]:
                 del self._asked[old]
                 self._loaded.pop(old, None)
-            new = [key for key in keys if key not in self._asked]
-            for key in new:
-                self._asked[key] = (key[1] + 1) % len(self._loaders)
-        for key in new:
+            waiting = set(chain.from_iterable(self._waiting))
+            for queue in self._waiting:
+                queue.clear()
+            for key in keys:
+                is_new = key not in self._asked
+                number = self._asked.setdefault(key, (key[1] + 1) % len(self._loaders))
+                if is_new or key in waiting:
+                    self._waiting[number].append(key)
+            for number in range(len(self._loaders)):
+                self._hand(number)
+
+    def _hand(self, number: int) -> None:
+        """Hands a loader what it may have now; the caller holds the lock."""
+        queue = self._waiting[number]
+        while queue and self._num_handed[number] < _NUM_HANDED and number not in self._ended:
             try:
-                self._loaders[self._asked[key]].send(key)
+                self._loaders[number].send(queue.popleft())
             except OSError:
-                self._note_end(self._asked[key])
+                self._note_end(number)
+            self._num_handed[number] += 1
 
     def take(self, iteration: int, index: int) -> Any:
         """A microbatch, or the number of targets, that was asked for; None: there is none."""
@@ -177,12 +200,15 @@ class Prefetch:
             while True:
                 key, content = pickle.loads(self._loaders[number].recv_bytes())
                 with self._changed:
+                    self._num_handed[number] -= 1
+                    self._hand(number)
                     if key in self._asked:
                         self._loaded[key] = tree_map(_as_tensor, content)
                         self._changed.notify_all()
         except Exception as error:  # Whatever it is, nobody must wait for this loader.
             logger.info("what a loader sent cannot be used: %r", error)
             self._note_end(number)
+            self._loaders[number].close()  # It ends, if it lives; nothing is sent to it any more.
 
     def _note_end(self, number: int) -> None:
         with self._changed:
