@@ -344,8 +344,9 @@ def _write_tokenizer(
     if _data(manifest).get("tokenizer") == "bpe" and not learned:
         return ()
     files = own_tokenizer_files(learned, num_ids=facts.vocabulary_size)
+    target = Directory(output, setting="--output")
     for name, content in files.items():
-        Directory(output).write(name, content, may_write=lambda: True)
+        target.write(name, content, may_write=lambda: True)
     return tuple(files)
 
 

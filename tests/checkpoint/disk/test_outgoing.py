@@ -1,5 +1,6 @@
 """What is taken out of a tier in which a job saves and prunes meanwhile."""
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.numpy import save
 from xxhash import xxh3_128_hexdigest
 
 from helpers.object_store import object_store
+from planaria.checkpoint.disk import storage
 from planaria.checkpoint.disk.outgoing import export_parameters, kept_saves, save_as
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.job import JobConfig, ModelConfig
@@ -197,6 +199,23 @@ def test_an_export_has_the_tokenizer_of_the_model_that_training_began_with(tmp_p
     assert set(without) == {"model.safetensors", "config.json"}
     for name in companions:
         assert (tmp_path / "exported" / name).read_text() == f"of {name}"
+
+
+def test_an_export_that_fills_the_disk_names_its_own_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not in the directory of the saves."""
+    tier = tier_of(str(tmp_path / "saves"))
+    manifest = saved(tier, 1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(storage, "_write_synced", Mock(side_effect=full))
+
+    with pytest.raises(CheckpointError) as raised:
+        export_parameters(tier, manifest, tmp_path / "out")
+
+    where = tmp_path / "out" / "model.safetensors"
+    remedy = "free some space there, or set --output to a larger disk"
+    assert str(raised.value) == f"cannot write {where}: No space left on device; {remedy}"
 
 
 def test_a_job_that_goes_on_from_a_named_save_does_not_prune_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -187,4 +188,17 @@ def test_a_disk_that_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(FileSystemWriter, "write_data", refuse)
     with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device"):
+        export_dcp(model, tmp_path / "dcp", with_optimizer=False)
+
+
+def test_an_export_that_is_interrupted_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C was told as "cannot write" without a reason, and the exit code was that of an
+    error."""
+    tier, manifest = _saved(ModelConfig(config=FAMILIES["gpt2"]), tmp_path)
+    model = whole_model(tier, manifest)
+    monkeypatch.setattr(FileSystemWriter, "write_data", Mock(side_effect=KeyboardInterrupt))
+
+    with pytest.raises(KeyboardInterrupt):
         export_dcp(model, tmp_path / "dcp", with_optimizer=False)

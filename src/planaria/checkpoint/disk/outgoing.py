@@ -276,7 +276,7 @@ def new_directory(output: Path) -> Directory:
         raise ConfigError("--output", str(output), remedy) from error
     if is_used:
         raise ConfigError("--output", str(output), "is not empty; name a new directory")
-    return Directory(output)
+    return Directory(output, setting="--output")
 
 
 def write_model(

@@ -41,6 +41,8 @@ _PUT_BYTES: Final = 5 << 20  # Stores take no smaller parts of a content.
 VERSION_NAME: Final = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 PARTIAL: Final = ".partial"  # How the names of files end that are still being written.
 
+_SAVES: Final = "checkpoint.directory"  # The key that names the place of saves.
+
 # The error in a server's XML answer.
 _ERROR_FIELDS: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")
 
@@ -185,9 +187,14 @@ def absolute_path(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Contents as files; each version is a directory, which is made by the first write to it."""
+    """Contents as files; each version is a directory, which is made by the first write to it.
+
+    Attributes:
+        setting: key or option that names the directory, for errors.
+    """
 
     path: Path
+    setting: str = _SAVES
 
     def where(self, name: str) -> str:
         return str(self.path / name)
@@ -220,7 +227,7 @@ class Directory:
         try:
             self._write_durably(name, content, place)
         except OSError as error:
-            raise _write_error(self.path / name, error) from error
+            raise self._write_error(name, error) from error
 
     def create(self, name: str, content: bytes) -> bool:
         path = self.path / name
@@ -234,7 +241,7 @@ class Directory:
                 _sync_directory(path.parent)
             _sync_directory(self.path)
         except OSError as error:
-            raise _write_error(path, error) from error
+            raise self._write_error(name, error) from error
         return True
 
     def _write_durably(
@@ -250,6 +257,14 @@ class Directory:
         finally:
             partial.unlink(missing_ok=True)
         _sync_directory(path.parent)
+
+    def _write_error(self, name: str, error: OSError) -> UnwritableError:
+        remedy = _REMEDIES.get(error.errno or 0, "set {setting} to a healthy disk")
+        more = " (older versions are intact)" if self.setting == _SAVES else ""
+        return UnwritableError(
+            f"cannot write {self.path / name}: {error.strerror}; "
+            f"{remedy.format(setting=self.setting)}{more}"
+        )
 
     def remove(self, version: str, names: Sequence[str]) -> None:
         directory = self.path / version
@@ -488,18 +503,10 @@ def _sync_directory(directory: Path) -> None:
 
 # What file systems without hard links answer.
 NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
-_OTHER_FILE_SYSTEM: Final = "set checkpoint.directory to a file system with hard links"
 _REMEDIES: Final[Mapping[int, str]] = {
-    **dict.fromkeys(NO_LINKS, _OTHER_FILE_SYSTEM),
-    errno.ENOSPC: "free some space there, or set checkpoint.directory to a larger disk",
-    errno.EDQUOT: "free some of the quota, or set checkpoint.directory to another disk",
-    errno.EACCES: "make it writable, or set checkpoint.directory to a writable place",
-    errno.EROFS: "it is read-only; set checkpoint.directory to a writable place",
+    **dict.fromkeys(NO_LINKS, "set {setting} to a file system with hard links"),
+    errno.ENOSPC: "free some space there, or set {setting} to a larger disk",
+    errno.EDQUOT: "free some of the quota, or set {setting} to another disk",
+    errno.EACCES: "make it writable, or set {setting} to a writable place",
+    errno.EROFS: "it is read-only; set {setting} to a writable place",
 }
-
-
-def _write_error(path: Path, error: OSError) -> UnwritableError:
-    remedy = _REMEDIES.get(error.errno or 0, "set checkpoint.directory to a healthy disk")
-    return UnwritableError(
-        f"cannot write {path}: {error.strerror}; {remedy} (older versions are intact)"
-    )

@@ -77,6 +77,8 @@ def quiet_torch(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         reason, _ = next(iter(error.failures.values()))
+        if not isinstance(reason, Exception):  # Ctrl-C, which torch catches, too.
+            raise reason from None
         raise CheckpointError(f"{what}: {reason}") from error
 
 
