@@ -470,11 +470,27 @@ def test_an_export_finds_a_learned_tokenizer_beside_the_saves(tuned: Path) -> No
     )
     learned = Path(samples.tokenizer_file)
     learned.rename(tuned / "of_text" / learned.name)
+    told("save", "--name", "best", str(tuned / "of_text"))  # A copy without it, once.
 
-    told("export", str(tuned / "of_text"), "-o", str(tuned / "out"))
+    for number, place in enumerate((tuned / "of_text", tuned / "of_text" / "best")):
+        told("export", str(place), "-o", str(tuned / f"out{number}"))
 
-    written = AutoTokenizer.from_pretrained(tuned / "out")
-    assert written.decode(written("snow fell")["input_ids"]) == "snow fell"
+        written = AutoTokenizer.from_pretrained(tuned / f"out{number}")
+        assert written.decode(written("snow fell")["input_ids"]) == "snow fell"
+
+
+def test_an_export_of_a_save_that_names_no_learned_tokenizer_says_that_there_is_none(
+    tuned: Path,
+) -> None:
+    """It was imported: the note ended with empty parentheses."""
+    data = DataConfig(tokenizer="bpe", vocabulary_size=280, sequence_length=8)
+    config = replace(load_job(tuned / "job.toml"), data=data, model=MODEL)
+    split = split_model(MODEL, seed=0, vocabulary_size=280, sequence_length=8)
+    stepped_save(config, split, tuned / "of_text", vocabulary_size=280)
+
+    output = told("export", str(tuned / "of_text"), "-o", str(tuned / "out"))
+
+    assert "is not in the export, for the save does not name it" in output
 
 
 def test_a_save_goes_out_to_dcp_and_comes_in_again(tuned: Path) -> None:

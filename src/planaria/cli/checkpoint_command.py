@@ -16,9 +16,11 @@ from rich.console import Console
 
 from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.outgoing import (
+    TOKENIZER_FILE,
     export_parameters,
     kept_saves,
     kept_versions,
+    learned_tokenizer,
     model_facts,
     newest_of,
     save_as,
@@ -42,10 +44,10 @@ from planaria.cli.command_line import (
 )
 from planaria.core.copies import version_name
 from planaria.data.model_tokenizer import own_tokenizer_files
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError
 from planaria.job.checks import check_inputs
 from planaria.job.planning import cache_directory
-from planaria.job.save_facts import HAS_OWN_TOKENS, TOKENIZER_FILE, save_facts
+from planaria.job.save_facts import HAS_OWN_TOKENS, save_facts
 from planaria.job.scripts import named_job
 from planaria.nodes.head.requests import KeepSave
 from planaria.show.words import bytes_text, count_text
@@ -340,7 +342,10 @@ def _write_tokenizer(
     facts = model_facts(manifest)
     if facts is None or not _lacks_tokenizer(manifest, names) or not find_spec("tokenizers"):
         return ()
-    learned = _learned_tokenizer(tier, manifest)
+    try:
+        learned = learned_tokenizer(tier, manifest).decode()
+    except UnreadableError:
+        learned = ""  # The export is whole without it, and a note says that it lacks it.
     if _data(manifest).get("tokenizer") == "bpe" and not learned:
         return ()
     files = own_tokenizer_files(learned, num_ids=facts.vocabulary_size)
@@ -348,19 +353,6 @@ def _write_tokenizer(
     for name, content in files.items():
         target.write(name, content, may_write=lambda: True)
     return tuple(files)
-
-
-def _learned_tokenizer(tier: Tier, manifest: Manifest) -> str:
-    """The content of the file of the tokenizer that was learned from the job's text; "": there is
-    none, or none that can be found."""
-    if not (name := manifest.job.get(TOKENIZER_FILE, "")):
-        return ""
-    file = Path(name)
-    try:
-        content = file.read_bytes() if file.is_file() else tier.storage.read(file.name)
-    except (CheckpointError, OSError):
-        return ""
-    return content.decode()
 
 
 def _lacks_tokenizer(manifest: Manifest, names: tuple[str, ...]) -> bool:
@@ -404,11 +396,13 @@ def _tokenizer_note(
             f"its own (data.tokenizer = {_data(manifest).get('tokenizer')!r})"
         )
     if _lacks_tokenizer(manifest, names) and not is_written:
-        return (
-            "the tokenizer that learned from the job's text is not in the export, for it is not "
-            "beside the saves: it is in the cache of the machine that prepared the job "
-            f"({manifest.job.get(TOKENIZER_FILE)})"
-        )
+        why = "the save does not name it: it was imported, or an older planaria wrote it"
+        if name := manifest.job.get(TOKENIZER_FILE):
+            why = (
+                "it is not beside the saves: it is in the cache of the machine that prepared the "
+                f"job ({name})"
+            )
+        return f"the tokenizer that learned from the job's text is not in the export, for {why}"
     return ""
 
 

@@ -7,14 +7,12 @@ from typing import Any, Final
 
 import msgspec
 
-from planaria.checkpoint.disk.outgoing import MODEL_FACTS
+from planaria.checkpoint.disk.outgoing import MODEL_FACTS, TOKENIZER_FILE
 from planaria.checkpoint.disk.storage import absolute
 from planaria.core.job import JobConfig, ModelFacts
 from planaria.core.specs import Prepared
 
-# Keys of what export says of the tokenizer.
-HAS_OWN_TOKENS: Final = "has_own_tokens"
-TOKENIZER_FILE: Final = "tokenizer_file"
+HAS_OWN_TOKENS: Final = "has_own_tokens"  # Key of what export says of the tokenizer.
 _NUM_SAMPLES: Final = "num_samples"
 _HELD_OUT: Final = "held_out"
 # Keys of a model's configuration that say where it came from, and not what it computes.

@@ -30,10 +30,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield where
 
 
-def saved(tier: Tier, iteration: int) -> Manifest:
+def saved(tier: Tier, iteration: int, *, tokenizer_file: str = "") -> Manifest:
     tensors = {"parameter/w": np.full(4, iteration, np.float32)}
     files = tuple(tier.write_layer(iteration, 0, layer, tensors) for layer in range(LAYERS))
-    manifest = Manifest(iteration=iteration, epoch=0, job={}, layers=files)
+    job = {"tokenizer_file": tokenizer_file}
+    manifest = Manifest(iteration=iteration, epoch=0, job=job, layers=files)
     tier.publish(manifest)
     return manifest
 
@@ -105,6 +106,32 @@ def test_what_was_half_copied_is_removed(
     before_each_second_layer(monkeypatch, fail)
 
     with pytest.raises(error):
+        save_as(str(tmp_path), "best")
+    assert not (tmp_path / "best").exists()
+
+
+def test_a_learned_tokenizer_is_kept_with_its_save(place: str) -> None:
+    """An export from there had no tokenizer."""
+    tier = tier_of(place)
+    saved(tier, 1, tokenizer_file="/gone/tokenizer-1.json")
+    tier.storage.create("tokenizer-1.json", b"learned")
+
+    save_as(place, "best")
+
+    assert tier_of(f"{place}/best").storage.read("tokenizer-1.json") == b"learned"
+    assert [version.name for version in tier_of(f"{place}/best").versions()] == ["1-0"]
+
+
+def test_a_learned_tokenizer_is_removed_with_a_copy_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses the last file alone."""
+    tier = tier_of(str(tmp_path))
+    (tmp_path / "learned.json").write_text("learned")
+    saved(tier, 1, tokenizer_file=str(tmp_path / "learned.json"))
+    monkeypatch.setattr(Tier, "publish", Mock(side_effect=CheckpointError("full")))
+
+    with pytest.raises(CheckpointError, match="full"):
         save_as(str(tmp_path), "best")
     assert not (tmp_path / "best").exists()
 

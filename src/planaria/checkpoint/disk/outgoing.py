@@ -1,7 +1,8 @@
 """Copies versions out of the tier: named saves that the user keeps, and exports for other tools.
 
 A named save is a tier of its own beside the versions, {place}/{name}/{iteration}-{epoch}/..., so a
-job continues from it if `checkpoint.directory` names it. It is marked, so that such a job, which
+job continues from it if `checkpoint.directory` names it. A tokenizer that was learned from the
+job's text is kept beside it. It is marked, so that such a job, which
 saves beside it, never prunes it either.
 
 An export is a directory as Hugging Face tools read it: parameters by name in safetensors files, and
@@ -42,6 +43,7 @@ SHARD_BYTES: Final = 5_000_000_000  # The size of files that Hugging Face tools 
 _TRIES_MAX: Final = 8  # Each try can fail because the version is pruned while it is read.
 ADAPTERS: Final = "adapter_config"  # Key of a job's config whose model has adapters (LoRA).
 MODEL_FACTS: Final = "model_facts"  # Key of the facts from which the model is built again.
+TOKENIZER_FILE: Final = "tokenizer_file"  # Key of the file of a tokenizer learned from the text.
 # Files beside a model's weights that belong to it whatever its weights are.
 _COMPANIONS: Final = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -185,6 +187,10 @@ def _copy(source: Tier, target: Tier, manifest: Manifest) -> None:
             )
             for entry in manifest.layers
         )
+        if content := learned_tokenizer(source, manifest):
+            name = Path(manifest.job[TOKENIZER_FILE]).name
+            target.storage.create(name, content)
+            undo.callback(_remove, target, name)
         target.keep(*_numbers(manifest))
         target.publish(replace(manifest, layers=files))
         undo.pop_all()
@@ -194,6 +200,32 @@ def _discard(tier: Tier, manifest: Manifest) -> None:
     """Removes an unfinished copy."""
     with suppress(CheckpointError):  # The error that led here is the one to report.
         tier.discard(*_numbers(manifest))
+
+
+def _remove(tier: Tier, name: str) -> None:
+    """Removes a file beside an unfinished copy."""
+    with suppress(CheckpointError):
+        tier.storage.remove("", [name])
+
+
+def learned_tokenizer(tier: Tier, manifest: Manifest) -> bytes:
+    """The content of the file of the tokenizer that was learned from the job's text; b"": there is
+    none, or it is neither in the cache of this machine nor beside the saves.
+
+    Raises:
+        UnreadableError: the storage refuses.
+    """
+    if not (name := manifest.job.get(TOKENIZER_FILE, "")):
+        return b""
+    file = Path(name)
+    with suppress(OSError):
+        return file.read_bytes()
+    try:
+        return tier.storage.read(file.name)
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return b""
 
 
 def _is_there(tier: Tier, manifest: Manifest) -> bool:
