@@ -13,7 +13,12 @@ from helpers.saved_datasets import saved_dataset
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.batches import microbatch, num_targets
 from planaria.data.datasets import load_dataset, load_held_out, vocabulary_size
-from planaria.data.model_tokenizer import SpecialTokens, end_of_document, special_tokens
+from planaria.data.model_tokenizer import (
+    SpecialTokens,
+    end_of_document,
+    own_tokenizer_files,
+    special_tokens,
+)
 from planaria.data.text import IGNORED, TokenDataset
 from planaria.errors import ConfigError
 
@@ -276,3 +281,14 @@ def test_weights_without_a_mask_token_are_refused(
         fresh = load_dataset(data, objective="masked", **arguments)
         assert isinstance(fresh, TokenDataset)
         assert fresh.special is None
+
+
+def test_a_tokenizer_that_learned_one_token_too_few_has_no_mask() -> None:
+    """Of a causal model, which has no masks; one was put in for the token that was not learned."""
+    pytest.importorskip("tokenizers")
+    learned = own_tokenizer_files("", num_tokens=256, num_ids=256)["tokenizer.json"].decode()
+
+    files = own_tokenizer_files(learned, num_tokens=257, num_ids=257)
+
+    assert "mask_token" not in json.loads(files["tokenizer_config.json"])
+    assert json.loads(files["tokenizer.json"]) == json.loads(learned)

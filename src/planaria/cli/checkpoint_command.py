@@ -43,7 +43,7 @@ from planaria.cli.command_line import (
     table_console,
 )
 from planaria.core.copies import version_name
-from planaria.data.model_tokenizer import own_tokenizer_files
+from planaria.data.model_tokenizer import NUM_BYTE_TOKENS, own_tokenizer_files
 from planaria.errors import CheckpointError, ConfigError, UnreadableError
 from planaria.job.checks import check_inputs
 from planaria.job.planning import cache_directory
@@ -348,7 +348,8 @@ def _write_tokenizer(
         learned = ""  # The export is whole without it, and a note says that it lacks it.
     if _data(manifest).get("tokenizer") == "bpe" and not learned:
         return ()
-    files = own_tokenizer_files(learned, num_ids=facts.vocabulary_size)
+    num_tokens = _data(manifest)["vocabulary_size"] if learned else NUM_BYTE_TOKENS
+    files = own_tokenizer_files(learned, num_tokens=num_tokens, num_ids=facts.vocabulary_size)
     target = Directory(output, setting="--output")
     for name, content in files.items():
         target.write(name, content, may_write=lambda: True)

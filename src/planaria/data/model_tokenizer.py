@@ -21,6 +21,7 @@ import xxhash
 
 from planaria.errors import ConfigError
 
+NUM_BYTE_TOKENS: Final = 256  # Number of tokens where tokens are bytes.
 _OLDER_FILES: Final = (
     *("vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model"),
     "sentencepiece.bpe.model",
@@ -159,19 +160,21 @@ def end_of_document(directory: str) -> str:
     return tokens[0] if tokens else _NO_END
 
 
-def own_tokenizer_files(learned: str, *, num_ids: int) -> dict[str, bytes]:
+def own_tokenizer_files(learned: str, *, num_tokens: int, num_ids: int) -> dict[str, bytes]:
     """The files, by name, in which transformers reads a tokenizer of planaria's own.
 
     Args:
         learned: content of the file of a tokenizer that was learned from the text; "": tokens are
             bytes.
-        num_ids: number of token ids of the model; one more than the tokenizer has is the mask.
+        num_tokens: upper bound on the tokens that were to be learned; a short text has fewer.
+        num_ids: number of token ids of the model; one more than `num_tokens` is the mask.
     """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(learned) if learned else _byte_tokenizer()
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if num_ids == tokenizer.get_vocab_size() + 1:
+    if num_ids == num_tokens + 1:
+        tokenizer = _filled_tokenizer(tokenizer, num_tokens)
         mask = _USUAL_MASKS[0]
         tokenizer.add_special_tokens([mask])
         config["mask_token"] = mask
@@ -179,6 +182,17 @@ def own_tokenizer_files(learned: str, *, num_ids: int) -> dict[str, bytes]:
         "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
         "tokenizer_config.json": json.dumps(config, indent=2).encode() + b"\n",
     }
+
+
+def _filled_tokenizer(tokenizer: Any, num_tokens: int) -> Any:
+    """A tokenizer with tokens that no text has, so that there are `num_tokens`."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.to_str())
+    # No merge makes them, and no token of bytes has a space: it is shown as another character.
+    unused = range(tokenizer.get_vocab_size(), num_tokens)
+    content["model"]["vocab"] |= {f"[unused {number}]": number for number in unused}
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _byte_tokenizer() -> Any:

@@ -41,6 +41,7 @@ from torch import Tensor
 from planaria.core.job import DataConfig
 from planaria.core.samples import random_words
 from planaria.data.model_tokenizer import (
+    NUM_BYTE_TOKENS,
     SpecialTokens,
     model_tokenizer,
     special_tokens,
@@ -54,7 +55,6 @@ IGNORED = -100
 
 # Part of every digest; raise it when a change of the code gives other tokens for the same source.
 _FORMAT = "1"
-_NUM_BYTE_TOKENS = 256
 _MODEL_TOKEN_DTYPE: Final[np.dtype[Any]] = np.dtype("<u4")
 _PIECE_BYTES = 1 << 20
 _PIECES_AT_ONCE = 16
@@ -268,7 +268,7 @@ def _check_objective(data: DataConfig, objective: str) -> None:
 def tokenizer_size(data: DataConfig) -> int:
     """Number of tokens of a tokenizer of planaria's own, without the mask token."""
     assert data.tokenizer != "model"
-    return _NUM_BYTE_TOKENS if data.tokenizer == "bytes" else data.vocabulary_size
+    return NUM_BYTE_TOKENS if data.tokenizer == "bytes" else data.vocabulary_size
 
 
 def num_token_ids(num_tokens: int, objective: str) -> int:
@@ -411,9 +411,9 @@ def _token_file(
             "it needs more packages: pip install -e '.[hf]' in planaria's checkout; or set it to "
             '"bytes"',
         )
-    if data.vocabulary_size < _NUM_BYTE_TOKENS:
+    if data.vocabulary_size < NUM_BYTE_TOKENS:
         remedy = (
-            f"the {_NUM_BYTE_TOKENS} single bytes are the first tokens; set it to a larger number"
+            f"the {NUM_BYTE_TOKENS} single bytes are the first tokens; set it to a larger number"
         )
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
     from tokenizers import Tokenizer
