@@ -70,6 +70,10 @@ class Batches:
         self._num_targets: int | None = None
         self.consumed: dict[int, npt.NDArray[np.int64]] = {}
 
+    def keep(self, index: int) -> None:
+        """Loads a microbatch, unless it is loaded, and keeps it until its targets are asked for."""
+        self._load(index)
+
     def inputs(self, index: int) -> Any:
         """The inputs of a microbatch, for its first hop; floats are in the dtype of training."""
         self.consumed[index] = self._samples(index)
@@ -150,6 +154,10 @@ class HeldOut:
     def num_microbatches(self) -> int:
         """Number of microbatches."""
         return -(-self.num_samples // self._training.microbatch_size)
+
+    def keep(self, index: int) -> None:
+        """Loads a microbatch, unless it is loaded, and keeps it until `clear`."""
+        self._load(index)
 
     def inputs(self, index: int) -> Any:
         """The inputs of a microbatch; floats are in the dtype of training."""

@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import link_ranks
 from helpers.noted_pulse import NotedPulse
 from planaria.core.commit import vector_layout
 from planaria.core.job import EvaluationConfig, JobConfig
+from planaria.data.batches import HeldOut
 from planaria.data.datasets import load_dataset
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import PROCESSOR, Device, LateDevice
@@ -83,6 +86,33 @@ def test_a_microbatch_of_another_size_may_be_compiled_and_yet_has_a_limit() -> N
 
     *others, compiling = pulse.limits_s
     assert min(others) < 600.0 <= compiling < math.inf
+
+
+def test_a_store_that_stands_still_makes_no_evaluation_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks that read held-out samples were killed, the last ones for the targets."""
+    pulse, limits_s, load = NotedPulse(), list[float](), HeldOut._load
+
+    def note_and_load(held_out: HeldOut, index: int) -> Any:
+        if index not in held_out._loaded:
+            limits_s.append(pulse.limit_s)
+        return load(held_out, index)
+
+    monkeypatch.setattr(HeldOut, "_load", note_and_load)
+    with evaluator_on(PROCESSOR) as make:
+        evaluator = make()
+        evaluator._context = replace(evaluator._context, pulse=pulse)
+        evaluator._limits = EpochLimits(ActionTimes(JOB), pulse)
+        evaluator.run(2, never)
+        hop, sums = evaluator._routes[0][0], np.zeros(3)
+        with torch.no_grad():
+            evaluator._compute(hop, torch.zeros(2, 8), 4, 0, sums)
+
+    count = evaluator._evaluation.held_out.num_microbatches
+    assert limits_s == [math.inf] * (count + 1)
+    assert sums[-1] == 1.0
+    assert min(pulse.limits_s) < math.inf
 
 
 def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:

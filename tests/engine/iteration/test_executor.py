@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from helpers.streamed_device import StreamedDevice
 from planaria.core.commit import Votes, vector_layout
 from planaria.core.plan import Plan
 from planaria.data.batches import Batches
-from planaria.data.datasets import load_dataset
+from planaria.data.datasets import UserDataset, load_dataset
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import PROCESSOR, Device, LateDevice
 from planaria.engine.iteration.executor import Executor, ExecutorCallbacks, RankContext
@@ -146,6 +147,69 @@ def test_an_action_with_a_larger_input_has_more_time_and_yet_a_limit() -> None:
     assert len(long) == 2  # Its forward, and its backward.
     assert max(long) < math.inf
     assert len(pulse.limits_s) > 2 * JOB.num_microbatches
+
+
+class NotingItems:
+    """Samples that note by when whoever reads them should be done.
+
+    Attributes:
+        limits_s: seconds in which the action should end during which each sample was read.
+    """
+
+    def __init__(self, items: Any, pulse: NotedPulse) -> None:
+        self.limits_s: list[float] = []
+        self._items = items
+        self._pulse = pulse
+
+    def __getitem__(self, index: int) -> Any:
+        self.limits_s.append(self._pulse.limit_s)
+        return self._items[index]
+
+
+def test_a_store_that_stands_still_makes_no_action_late() -> None:
+    """All ranks that read it were killed, and no copy of their layers was left: the job began
+    anew."""
+    pulse, plan = NotedPulse(), shaped_plan((1,), JOB.num_microbatches)
+    dataset = load_dataset(JOB.data, objective="supervised", seed=0, cache_directory=Path())
+    assert isinstance(dataset, UserDataset)
+    items = NotingItems(dataset.items, pulse)
+    with executor_on(PROCESSOR, plan, pulse) as executor:
+        for iteration in range(2):
+            for held in executor._own_layers():
+                held.age = iteration
+            noting = replace(dataset, items=items)
+            batches = Batches(noting, JOB.training, iteration=iteration)
+            executor.run(iteration, batches, votes=lambda: Votes(0, 0, 0, 0))
+
+    assert len(items.limits_s) >= 2 * JOB.training.global_batch_size
+    assert set(items.limits_s) == {math.inf}
+    assert min(pulse.limits_s) < math.inf
+
+
+def test_the_time_in_which_samples_are_read_does_not_make_limits_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer that hung after a store had stood still for minutes was found after an hour."""
+    pulse, plan = NotedPulse(), shaped_plan((1,), JOB.num_microbatches)
+    dataset = load_dataset(JOB.data, objective="supervised", seed=0, cache_directory=Path())
+    now_s, load = 0.0, Batches.load
+
+    def load_slowly(batches: Batches, index: int) -> tuple[Any, Any]:
+        nonlocal now_s
+        now_s += 60.0
+        return load(batches, index)
+
+    monkeypatch.setattr(Batches, "load", load_slowly)
+    with executor_on(PROCESSOR, plan, pulse) as executor:
+        executor._now_s = lambda: now_s
+        for iteration in range(2):
+            for held in executor._own_layers():
+                held.age = iteration
+            batches = Batches(dataset, JOB.training, iteration=iteration)
+            executor.run(iteration, batches, votes=lambda: Votes(0, 0, 0, 0))
+
+    assert now_s >= 2 * 60.0
+    assert {limit_s for limit_s in pulse.limits_s if limit_s < math.inf} == {LEASE_S}
 
 
 def test_a_reduction_waits_for_its_layers_and_what_follows_it_for_the_reduction(

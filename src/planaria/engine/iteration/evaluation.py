@@ -312,6 +312,9 @@ class Evaluator:
             hidden: its input; None: the samples of the microbatch.
             sums: column of the microbatch, written after its last hop; None: this is another hop.
         """
+        with self._evaluation.name_samples(age, index):
+            if hidden is None or sums is not None:
+                self._evaluation.held_out.keep(index)  # Nothing limits how long that takes.
         begin_s = time.monotonic()
         self._limits.begin(Workload(_EVALUATE, (hop.first_layer, hop.end_layer)))
         with self._evaluation.name_samples(age, index):

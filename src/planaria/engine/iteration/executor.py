@@ -226,6 +226,9 @@ class Executor:
     def _run_action(self, action: Action) -> None:
         """Runs one action; the agent sees if it is late, unless it waits for another rank."""
         start_s = self._now_s()
+        if action.kind is Kind.FORWARD:
+            self._load_samples(action)
+        begin_s = self._now_s()  # The store of the samples may stand still, which has no limit.
         if action.kind not in _WAITING:
             self._limits.begin(self._workload(action), is_queued=bool(self._moments))
         begin = self._moment(action)
@@ -249,7 +252,7 @@ class Executor:
             self._count_seconds(action.kind, end_s - start_s)
         self._pulse.begin_wait()
         if action.kind not in _WAITING:
-            self._limits.note(end_s - start_s)
+            self._limits.note(end_s - begin_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s, end_s)
 
@@ -310,6 +313,14 @@ class Executor:
         self._spans.append(span)
 
     # -- actions --------------------------------------------------------------------------------
+
+    def _load_samples(self, action: Action) -> None:
+        """Waits for the samples that a forward needs."""
+        is_last = action.hop == len(self._schedule.routes[action.microbatch]) - 1
+        if action.hop == 0 or is_last:
+            self._batches.keep(action.microbatch)
+        if is_last:
+            self._batches.num_targets()
 
     def _forward(self, action: Action) -> None:
         route = self._schedule.routes[action.microbatch]
