@@ -35,9 +35,9 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.engine import process
-from planaria.engine.comm.host import send_tensor
+from planaria.engine.comm.host import HostComm, send_tensor
 from planaria.engine.stage import RankStage
-from planaria.errors import PeerLostError
+from planaria.errors import ConfigError, PeerLostError
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -211,6 +211,40 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
     assert deadline_s == math.inf
     assert layers == (0, 0)
     assert seen == {"forward": [(0, NUM_LAYERS // 2)] * 2, "send": [(0, 0)] * 2}
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_is_raised_in_an_epoch_that_is_over_is_no_mistake_of_the_job(
+    is_lost: bool, alone: Served, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort of NCCL ends a receive as if all were well. What the message was to be is not what
+    its layer expects: the job ended as by a mistake of its user, though a node was lost."""
+    forward, is_first = RankStage.forward, True
+
+    def read_rubbish(stage: RankStage, *arguments: Any, **others: Any) -> Tensor:
+        nonlocal is_first
+        if not is_first:
+            return forward(stage, *arguments, **others)
+        is_first = False
+        comm = alone.worker._control.comm
+        assert isinstance(comm, HostComm)
+        if is_lost:
+            comm._error = PeerLostError(1, "its connection closed")
+        alone.line.give(Abort(epoch=1, nodes=(0,)))
+        comm.abort("a member is lost")
+        raise ConfigError("model", [1, 1, 1, 1, 1, 8], "give it another shape")
+
+    monkeypatch.setattr(RankStage, "forward", read_rubbish)
+    disk.may_write.set()
+    alone.line.give(alone.start(ALONE))
+    (stopped,) = alone.line.wait_told(Stopped)
+    alone.line.give(alone.start(ALONE, epoch=1))
+    alone.line.wait_told(IterationDone)
+
+    assert isinstance(stopped, Stopped)
+    assert set(stopped.ages.values()) == {0}
+    assert not alone.line.of(WorkerFailed)
+    assert len(alone.line.of(PeerUnreachable)) == is_lost
 
 
 def test_the_end_of_an_epoch_frees_the_thread_that_reduces(alone: Served) -> None:

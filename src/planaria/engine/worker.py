@@ -64,7 +64,7 @@ from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, RankStage
-from planaria.engine.worker_faults import Slowness, cutter, faults_by_kind
+from planaria.engine.worker_faults import Slowness, faults_by_kind, probe_of
 from planaria.errors import CheckpointError
 from planaria.protocol import worker_actions as act
 from planaria.protocol.agent_lease import meeting_s
@@ -87,10 +87,7 @@ from planaria.protocol.worker_state import (
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import rank_schedule
-from planaria.transport.credentials import credentials_of
-from planaria.transport.frames import PROBES, derive
 from planaria.transport.links import UNLIMITED_S, Links
-from planaria.transport.probe import Probe
 from planaria.transport.pulse import LEASE_TIMEOUT_S, Pulse
 
 logger = logging.getLogger(__name__)
@@ -126,18 +123,8 @@ class Worker:
         )
         self._copying = Copying(spec, links, send=control.send, timeout_s=UNLIMITED_S)
         self._slowness = Slowness(links.timekeeper)
-        probe = Probe(
-            spec.node,
-            places=spec.places,
-            address=spec.injector,
-            token=derive(spec.token, PROBES),
-            credentials=credentials_of(spec.credentials),
-            faults=faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank),
-        )
-        self._report_step = probe.report_step
-        if spec.heeds:
-            cut = cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
-            probe.listen(cut=cut, slow={"store": gate.slow, "refuse": gate.refuse})
+        faults = faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank)
+        self._report_step = probe_of(spec, links, gate, faults=faults).report_step
         self._is_leaving = False
         # State of the epoch that is served.
         self._executor: Executor | None = None
@@ -219,7 +206,7 @@ class Worker:
         """Carries out an order; reports an exception of the code as a failure."""
         try:
             try:
-                self._carry_out(on_order(self._state, order))
+                self._carry_out_order(order)
             except EPOCH_ERRORS as error:
                 if self._state.start is None:
                     raise
@@ -237,6 +224,16 @@ class Worker:
             )
             self._pulse.become_idle()
             self._control.send(failure)
+
+    def _carry_out_order(self, order: Order) -> None:
+        """Carries out an order; an error that has ended the epoch hides what it has led to."""
+        try:
+            self._carry_out(on_order(self._state, order))
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # An abort of NCCL lets a receive end as if all were well, and layers refuse rubbish.
+            if self._control.comm is not None and not isinstance(error, EPOCH_ERRORS):
+                self._control.comm.check()
+            raise
 
     def _carry_out(self, step: WorkerStep | None) -> None:
         while step is not None:

@@ -1,14 +1,18 @@
-"""Faults that a worker injects into itself when the probe (transport/probe.py) calls for them."""
+"""The probe of a worker, and the faults that it injects into the worker when it calls for them."""
 
 import logging
 from collections.abc import Callable, Mapping
 
 import torch
 
+from planaria.checkpoint.disk.gate import Gate
 from planaria.core.samples import mix
+from planaria.core.specs import NodeSpec
 from planaria.engine.stage import RankStage
+from planaria.transport.credentials import credentials_of
+from planaria.transport.frames import PROBES, derive
 from planaria.transport.links import Links
-from planaria.transport.probe import Cut
+from planaria.transport.probe import Cut, Probe
 from planaria.transport.timekeeping import Timekeeper
 
 logger = logging.getLogger(__name__)
@@ -79,7 +83,35 @@ def faults_by_kind(
     }
 
 
-def cutter(links: Links, *, devices_per_node: int) -> Callable[[Cut, float], None]:
+def probe_of(
+    spec: NodeSpec,
+    links: Links,
+    gate: Gate,
+    *,
+    faults: Mapping[str, Callable[[int, float], None]],
+) -> Probe:
+    """The probe of a worker (transport/probe.py); it listens if the spec says so.
+
+    Args:
+        links: links that are cut where the worker is to be cut off.
+        gate: gate before the place of saves, which is to be slow or to refuse.
+        faults: see `faults_by_kind`.
+    """
+    probe = Probe(
+        spec.node,
+        places=spec.places,
+        address=spec.injector,
+        token=derive(spec.token, PROBES),
+        credentials=credentials_of(spec.credentials),
+        faults=faults,
+    )
+    if spec.heeds:
+        cut = _cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
+        probe.listen(cut=cut, slow={"store": gate.slow, "refuse": gate.refuse})
+    return probe
+
+
+def _cutter(links: Links, *, devices_per_node: int) -> Callable[[Cut, float], None]:
     """The function that cuts this rank off, until `end_s`, from all nodes not in `cut.nodes`."""
 
     def cut_links(cut: Cut, end_s: float) -> None:
