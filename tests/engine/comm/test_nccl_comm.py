@@ -222,6 +222,29 @@ def test_an_operation_that_fails_ends_the_epoch_with_its_peer() -> None:
     assert lost.value.rank == 1
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    ],
+)
+def test_what_the_own_device_lacks_is_no_lost_peer(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peers of a rank without memory for a sum were left out, one after the other."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with formed(Fabric()) as (comm, _):
+        monkeypatch.setattr(torch.nn.functional, "pad", fail)
+        with pytest.raises(type(error)) as raised:
+            sum_ones(comm)
+
+    assert raised.value is error
+
+
 def test_nobody_asks_an_operation_of_an_aborted_group_whether_it_is_over() -> None:
     """The answer would wait for the abort, which may wait for NCCL."""
     fabric, num_asked = Fabric(), 0

@@ -231,6 +231,24 @@ def test_a_reduction_waits_for_its_layers_and_what_follows_it_for_the_reduction(
     assert device.waits == [("reduce", ""), ("", "reduce")]
 
 
+def test_memory_that_a_sum_lacks_is_that_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage without memory is planned smaller only if it is told which layers lacked it."""
+    pulse, plan = Pulse(), shaped_plan((1, 1), JOB.num_microbatches)
+    dataset = load_dataset(JOB.data, objective="causal", seed=0, cache_directory=Path())
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with executor_on(LateDevice(), plan, pulse) as executor:
+        monkeypatch.setattr(executor._comm, "sum_over", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            executor.run(
+                0, Batches(dataset, JOB.training, iteration=0), votes=lambda: Votes(0, 0, 0, 0)
+            )
+
+    assert pulse.layers == (0, NUM_LAYERS)
+
+
 def test_the_comm_of_a_closed_executor_is_freed_without_the_garbage_collector() -> None:
     """That may run in the thread that beats, which would wait there until groups are freed."""
     plan = shaped_plan((1,), JOB.num_microbatches)

@@ -461,12 +461,15 @@ class NcclComm:
 
     @contextmanager
     def _translating(self, peer: int, what: str) -> Iterator[None]:
-        """Turns the error of a group into that of the epoch, if it is over, or of the peer."""
+        """Turns the error of a group into that of the epoch, if it is over, or of the peer.
+
+        What the own device lacks is no fault of a peer's.
+        """
         try:
             yield
         except (RuntimeError, PeerLostError) as error:
             self.check()
-            if isinstance(error, PeerLostError):
+            if isinstance(error, PeerLostError | torch.OutOfMemoryError | torch.AcceleratorError):
                 raise
             raise PeerLostError(peer, f"{what}: {str(error).splitlines()[0]}") from error
 

@@ -192,9 +192,7 @@ class Executor:
             self._run_actions(iteration)
         self._finish_computing()
         self._limits.note_iteration(self._now_s() - self.start_s)
-        for done_s in map(_result, self._submitted):
-            self._links.timekeeper.reach(done_s)
-        assert len(self._submitted) == len(self._buckets)
+        self._wait_sums()
         self._comm.check()  # A receive that was aborted may have ended as if all were well.
         finish_unshared(
             self._stage, self._schedule, buckets=self._buckets, layers=self._own_indices
@@ -215,6 +213,17 @@ class Executor:
                 reached_steps.add(step)
                 self._callbacks.on_step(step, iteration)
             self._run_action(action)
+
+    def _wait_sums(self) -> None:
+        """Waits for the reductions of this rank; one that raises does so in its own layers."""
+        assert len(self._submitted) == len(self._buckets)
+        for number, bucket in enumerate(self._buckets):
+            try:
+                self._links.timekeeper.reach(_result(self._submitted[number]))
+            except Exception:
+                layers = self._own_indices.intersection(self._schedule.buckets[bucket].layers)
+                self._pulse.layers = (min(layers), max(layers) + 1)
+                raise
 
     def _own_layers(self) -> list[HeldLayer]:
         """The layers that the plan gives to this rank, silent ones included.
