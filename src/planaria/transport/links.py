@@ -295,11 +295,11 @@ class Links:
             connection = self._peers.get(peer)
             return time.monotonic() - connection.heard_s if connection else inf
 
-    def wait_for(self, condition: Callable[[], bool]) -> bool:
+    def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = UNLIMITED_S) -> bool:
         """Blocks until a condition on messages and links is true.
 
         Returns:
-            False: the epoch is over, or the links are closed.
+            False: it is not yet, or the epoch is over, or the links are closed.
         """
         with self._changed:
             epoch = self.epoch
@@ -307,8 +307,8 @@ class Links:
             def is_over() -> bool:
                 return bool(self._failure) or self._is_over(epoch)
 
-            self._changed.wait_for(lambda: condition() or is_over())
-            return not is_over()
+            self._changed.wait_for(lambda: condition() or is_over(), timeout=timeout_s)
+            return condition() and not is_over()
 
     def offer_memory(self, peer: int, tag: Tag, memory: npt.NDArray[np.uint8]) -> None:
         """Has a message of this epoch arrive in the given memory.

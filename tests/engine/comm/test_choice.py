@@ -1,5 +1,6 @@
 """Where ranks exchange tensors over NCCL, and what is said where they do not."""
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +22,7 @@ from planaria.engine.comm.choice import NcclTrials, nccl_obstacle, open_comm
 from planaria.engine.comm.device_comm import DeviceComm
 from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import Device
-from planaria.errors import ConfigError, PeerLostError
+from planaria.errors import AbortedError, ConfigError, PeerLostError
 from planaria.job.checks import check_job
 from planaria.schedule.lower import rank_schedule
 
@@ -163,6 +164,7 @@ def test_ranks_do_without_nccl_once_they_have_tried_it_twice_in_vain(
         comm.is_formed = True
 
     monkeypatch.setattr(Formed, "form", form)
+    monkeypatch.setattr(choice, "_LOSS_S", 0.0)
     for failing in (1, -1, 1, 0):
         with pytest.raises(PeerLostError) if failing >= 0 else nullcontext():
             opened(devices, OTHER_MACHINES, job_with("auto"), trials)
@@ -174,6 +176,67 @@ def test_ranks_do_without_nccl_once_they_have_tried_it_twice_in_vain(
     assert [type(comm) for comm in comms] == [HostComm, HostComm]
     assert "their groups of NCCL could not be formed 2 times in a row" in caplog.text
     assert all(isinstance(comm, Formed) for comm in only_nccl)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_peer_that_is_lost_while_groups_form_is_no_failure_of_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL sees it before the link has closed, and names no rank: after two losses a job did
+    without NCCL for good, and complaints were of a rank that was there."""
+    job, trials, has_seen = job_with("auto"), NcclTrials(), threading.Event()
+    plan = shaped_plan((3,), job.num_microbatches)
+
+    def form(comm: Formed) -> None:
+        if comm._links.rank == 0:
+            has_seen.set()
+            raise PeerLostError(1, "NCCL error: remote process exited")
+        if comm._links.rank == 2:
+            assert has_seen.wait(TIMEOUT_S)
+            comm._links.close()
+
+    monkeypatch.setattr(Formed, "form", form)
+    with link_ranks(3) as ranks:
+        calls = [
+            lambda links=links: open_comm(
+                links,
+                Gpu(str(links.rank)),
+                plan,
+                rank_schedule(plan, links.rank),
+                job=job,
+                hosts=("10.0.0.1",) * 3,
+                trials=trials if links.rank == 0 else NcclTrials(),
+                publish=lambda _: None,
+            )
+            for links in ranks
+        ]
+        with in_threads(*calls) as running:
+            with pytest.raises(PeerLostError) as lost:
+                running[0].result(timeout=TIMEOUT_S)
+            for others in running[1:]:
+                others.result(timeout=TIMEOUT_S)
+
+    assert lost.value.rank == 2
+    assert trials.num_failed == 0
+
+
+@pytest.mark.usefixtures("nccl")
+def test_groups_that_nobody_forms_because_the_epoch_is_over_are_no_failure_of_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator may know of a loss before the links do, as where a machine is gone."""
+    trials = (NcclTrials(), NcclTrials())
+
+    def form(comm: Formed) -> None:
+        if comm._links.rank == 0:
+            comm._links.abort("a member is lost", first_epoch=1)
+            raise PeerLostError(1, "NCCL error: unhandled system error")
+
+    monkeypatch.setattr(Formed, "form", form)
+    with pytest.raises(AbortedError):
+        opened([Gpu("a"), Gpu("b")], OTHER_MACHINES, job_with("auto"), trials)
+
+    assert trials[0].num_failed == 0
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _EXACT_BITS: Final = 52  # Whole numbers of so many bits are exact in float64.
 ENCRYPTED: Final = "cluster.encryption is on, and NCCL encrypts nothing"
+_LOSS_S: Final = 1.0  # Limit for the end of a link to arrive; the kernel closes those of a process.
 _FAILURES_MAX: Final = 2  # One less than the broken epochs that cost a node.
 
 
@@ -93,7 +94,7 @@ def open_comm(
         try:
             comm.form()
         except PeerLostError as error:
-            trials.num_failed += error.rank not in links.lost_peers
+            _note_failure(links, trials, error)
             raise
         trials.num_failed = 0
         return
@@ -102,6 +103,24 @@ def open_comm(
     if reason and device.place.type != "cpu" and transport == "auto" and links.rank == ranks[0]:
         logger.warning("epoch %s: %s", links.epoch, fallback_text(reason))
     publish(HostComm(links, device))
+
+
+def _note_failure(links: Links, trials: NcclTrials, error: PeerLostError) -> None:
+    """Counts an epoch whose groups could not be formed, unless a loss was the reason.
+
+    Raises:
+        PeerLostError: another peer than that of the error is lost.
+        AbortedError: the epoch is over.
+    """
+    # NCCL sees that a peer is gone before its link has closed, and does not say which.
+    links.wait_for(lambda: bool(links.lost_peers), timeout_s=_LOSS_S)
+    links.check_epoch()
+    lost = links.lost_peers
+    if not lost:
+        trials.num_failed += 1
+    elif error.rank not in lost:
+        peer = min(lost)
+        raise PeerLostError(peer, lost[peer]) from error
 
 
 def nccl_obstacle(device: Device, *, num_ranks: int) -> str:
