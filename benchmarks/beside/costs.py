@@ -72,6 +72,9 @@ class _NullBatches:
         self.consumed: dict[int, Any] = {}
         self._number = torch.ones(1)
 
+    def keep(self, _: int) -> None:
+        pass
+
     def inputs(self, _: int) -> Tensor:
         return self._number
 
