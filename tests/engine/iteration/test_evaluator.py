@@ -22,7 +22,7 @@ from planaria.engine.comm.host import HostComm
 from planaria.engine.devices import PROCESSOR, Device, LateDevice
 from planaria.engine.iteration.evaluation import Evaluator, load_evaluation
 from planaria.engine.iteration.executor import RankContext
-from planaria.engine.iteration.lateness import ActionTimes, EpochLimits
+from planaria.engine.iteration.lateness import READING_S, ActionTimes, EpochLimits
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
 from planaria.errors import PeerLostError
@@ -110,7 +110,7 @@ def test_a_store_that_stands_still_makes_no_evaluation_late(
             evaluator._compute(hop, torch.zeros(2, 8), 4, 0, sums)
 
     count = evaluator._evaluation.held_out.num_microbatches
-    assert limits_s == [math.inf] * (count + 1)
+    assert limits_s == [math.inf, *[READING_S] * count]
     assert sums[-1] == 1.0
     assert min(pulse.limits_s) < math.inf
 

@@ -314,7 +314,8 @@ class Evaluator:
         """
         with self._evaluation.name_samples(age, index):
             if hidden is None or sums is not None:
-                self._evaluation.held_out.keep(index)  # Nothing limits how long that takes.
+                self._limits.begin_reading()
+                self._evaluation.held_out.keep(index)
         begin_s = time.monotonic()
         self._limits.begin(Workload(_EVALUATE, (hop.first_layer, hop.end_layer)))
         with self._evaluation.name_samples(age, index):

@@ -326,8 +326,10 @@ class Executor:
     def _load_samples(self, action: Action) -> None:
         """Waits for the samples that a forward needs."""
         is_last = action.hop == len(self._schedule.routes[action.microbatch]) - 1
-        if action.hop == 0 or is_last:
-            self._batches.keep(action.microbatch)
+        if not (action.hop == 0 or is_last):
+            return
+        self._limits.begin_reading()
+        self._batches.keep(action.microbatch)
         if is_last:
             self._batches.num_targets()
 

@@ -20,6 +20,7 @@ from planaria.transport.pulse import Pulse
 
 _LATE_FACTOR: Final = 10.0
 _NEW_S: Final = 60.0  # Time that an action with a new input may take, before the factor.
+READING_S: Final = 900.0  # Time in which samples are read.
 
 
 class Workload(NamedTuple):
@@ -105,6 +106,14 @@ class EpochLimits:
     def begin_iteration(self) -> None:
         """Notes that the device has not been given anything yet."""
         self._new_s = 0.0
+
+    def begin_reading(self) -> None:
+        """Notes that samples are read; without a limit for the first ones of an epoch.
+
+        A store that all ranks read may stand still for minutes, and nothing would be won if all
+        that wait for it were replaced. One that hangs for one node alone must not hold up the job.
+        """
+        self._pulse.begin_action(READING_S if self._kinds else math.inf)
 
     def begin(self, workload: Workload, *, is_queued: bool = False) -> None:
         """Notes that an action begins.
