@@ -29,7 +29,7 @@ from planaria.observe.metrics import REPORT_VERSION
 pytestmark = pytest.mark.faults
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
-SEED = 20_261_187
+SEED = 20_261_140
 RUNS = 2
 KINDS_MIN = 4
 PIPE_BYTES = 4096  # Of the smallest.
