@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 Answer = tuple[int, str]
 
 
@@ -73,8 +75,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def metadata_server() -> Iterator[Metadata]:
-    """A server for the length of the context."""
+def metadata_server(patch: pytest.MonkeyPatch) -> Iterator[Metadata]:
+    """A server for the length of the context.
+
+    The environment names a proxy that does not exist: who asks it gets no answer.
+    """
+    patch.setenv("http_proxy", "http://127.0.0.1:9")
+    patch.delenv("PLANARIA_METADATA_URL", raising=False)
     with Metadata() as metadata:
         thread = threading.Thread(target=metadata.serve_forever, args=(0.01,))
         thread.start()

@@ -17,10 +17,7 @@ REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    """A server, behind a proxy that does not exist: who asks the proxy gets no answer."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("PLANARIA_METADATA_URL", raising=False)
-    with metadata_server() as metadata:
+    with metadata_server(monkeypatch) as metadata:
         yield metadata
 
 

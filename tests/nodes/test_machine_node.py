@@ -197,15 +197,21 @@ async def test_a_fork_server_that_has_forked_a_node_is_renewed_however_often(
         assert made.failures == []
 
 
+async def node_that_examines_by(function: str, patch: pytest.MonkeyPatch) -> MachineNode:
+    """A machine's node whose process that examines the job calls a function of hanging_prepare."""
+    patch.setattr(machine_node, "_PREPARE", f"helpers.hanging_prepare:{function}")
+    node = MachineNode(lambda *_: None, on_failure=pytest.fail, on_given_up=pytest.fail)
+    node.open(ForkServer(("planaria.nodes.machine_node",)), lambda _: None)
+    assert await node.wait_ready() == ""
+    return node
+
+
 @runs
 async def test_a_process_that_examines_the_job_ends_with_its_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ran on, and the agent waited for it before it ended."""
-    monkeypatch.setattr(machine_node, "_PREPARE", "helpers.hanging_prepare:main")
-    node = MachineNode(lambda *_: None, on_failure=pytest.fail, on_given_up=pytest.fail)
-    node.open(ForkServer(("planaria.nodes.machine_node",)), lambda _: None)
-    assert await node.wait_ready() == ""
+    node = await node_that_examines_by("main", monkeypatch)
     pid_path = tmp_path / "pid"
     preparing = asyncio.create_task(node.prepare(str(pid_path).encode()))
     await wait_until(lambda: pid_path.is_file() and bool(pid_path.read_text()))
@@ -221,10 +227,7 @@ async def test_what_a_process_has_found_does_not_wait_for_one_that_it_leaves_beh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a pool of the user's data set: the machine never answered, and the job never began."""
-    monkeypatch.setattr(machine_node, "_PREPARE", "helpers.hanging_prepare:leave_another")
-    node = MachineNode(lambda *_: None, on_failure=pytest.fail, on_given_up=pytest.fail)
-    node.open(ForkServer(("planaria.nodes.machine_node",)), lambda _: None)
-    assert await node.wait_ready() == ""
+    node = await node_that_examines_by("leave_another", monkeypatch)
     pid_path = tmp_path / "pid"
 
     async with asyncio.timeout(15.0):  # The process lives for 20 s, and is killed.

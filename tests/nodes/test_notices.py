@@ -28,10 +28,7 @@ SLACK_S = 60.0  # A bound for what a busy machine takes between two lines of a t
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    """A server, behind a proxy that does not exist: who asks the proxy gets no answer."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("PLANARIA_METADATA_URL", raising=False)
-    with metadata_server() as metadata:
+    with metadata_server(monkeypatch) as metadata:
         yield metadata
 
 

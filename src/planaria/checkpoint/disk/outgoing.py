@@ -1,9 +1,9 @@
 """Copies versions out of the tier: named saves that the user keeps, and exports for other tools.
 
 A named save is a tier of its own beside the versions, {place}/{name}/{iteration}-{epoch}/..., so a
-job continues from it if `checkpoint.directory` names it. A tokenizer that was learned from the
-job's text is kept beside it. It is marked, so that such a job, which
-saves beside it, never prunes it either.
+job continues from it if `checkpoint.directory` names it. It is marked, so that such a job, which
+saves beside it, never prunes it either. A tokenizer that was learned from the job's text is kept
+beside it.
 
 An export is a directory as Hugging Face tools read it: parameters by name in safetensors files, and
 config.json if the model has one; or the adapters alone, where only they were trained. The tokenizer

@@ -381,3 +381,24 @@ async def test_what_is_refused_is_given_back_later(
         await wait_until(lambda: bool(platform.given_back))
 
         assert sum("it cannot be taken back now" in note for note in head.notes) == 1
+
+
+@runs
+async def test_a_platform_that_says_nonsense_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was wrong with it was seen by nobody."""
+
+    def answer(_: str, host: str) -> str:
+        raise KeyError(host)
+
+    platform = Asked()
+    monkeypatch.setattr(platform, "verdict_on", answer)
+    async with arriving_machines(tmp_path) as head:
+        asks, told = judging(head, platform, monkeypatch)
+        await run_first_node(head)
+        asks.on_coordinator_message(crashed(0))
+        text = "whether the machine of node 0 is fit was not found out: KeyError"
+        await wait_until(lambda: any(note.startswith(text) for note in head.notes))
+
+        assert not told

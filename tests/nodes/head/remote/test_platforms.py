@@ -410,11 +410,11 @@ def test_kubernetes_says_what_it_has_against_a_machine(kubernetes: FakeKubernete
     }
     assert platform.verdict_on("host-3", LOST.host) == ""
     kubernetes.conditions["host-3"] |= {"ReadonlyFilesystem": "True", "GpuHealthy": "False"}
-    told = "Kubernetes says ReadonlyFilesystem = True, GpuHealthy = False of it"
+    told = "Kubernetes says of it: ReadonlyFilesystem = True, GpuHealthy = False"
     assert platform.verdict_on("host-3", LOST.host) == told
     kubernetes.conditions["host-3"] = {"Ready": "Unknown"}
     kubernetes.put_pod("cluster-3-def", LOST.host, verdict="NodeNotReady")
-    told = "Kubernetes says NodeNotReady, Ready = Unknown of it"
+    told = "Kubernetes says of it: NodeNotReady, Ready = Unknown"
 
     assert platform.verdict_on("host-3", LOST.host) == told
 
@@ -425,14 +425,16 @@ def test_without_a_right_to_machines_pods_alone_tell_of_them(
     """The user is told once what is missing."""
     platform = in_pod(kubernetes)
     for _ in range(2):
-        assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says NodeLost of it"
+        assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says of it: NodeLost"
     assert caplog.text.count("GET nodes/host-3: Kubernetes answered 403") == 1
     kubernetes.put_pod("cluster-3-def", LOST.host)
     assert platform.verdict_on("host-3", LOST.host) == ""
     kubernetes.rights = {"get"}
     kubernetes.conditions["host-3"] = {"KernelDeadlock": "True"}
 
-    assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says KernelDeadlock = True of it"
+    assert (
+        platform.verdict_on("host-3", LOST.host) == "Kubernetes says of it: KernelDeadlock = True"
+    )
 
 
 def test_a_machine_that_kubernetes_has_not_any_more_is_unfit(kubernetes: FakeKubernetes) -> None:
@@ -440,7 +442,7 @@ def test_a_machine_that_kubernetes_has_not_any_more_is_unfit(kubernetes: FakeKub
     kubernetes.put_pod("cluster-3-def", LOST.host, machine="gone")
     kubernetes.rights, kubernetes.machines = {"get"}, {"host-0", "host-3"}
 
-    told = "Kubernetes says that it has no such machine of it"
+    told = "Kubernetes says of it: there is no such machine"
     assert in_pod(kubernetes).verdict_on("gone", LOST.host) == told
 
 
@@ -455,7 +457,7 @@ def test_what_was_so_before_the_pod_began_does_not_speak_against_its_machine(
     assert platform.verdict_on("host-3", LOST.host) == ""
     kubernetes.conditions_since = "2026-01-31T12:00:01Z"
 
-    assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says EtcdIsVoter = True of it"
+    assert platform.verdict_on("host-3", LOST.host) == "Kubernetes says of it: EtcdIsVoter = True"
 
 
 def test_no_pod_comes_to_an_unfit_machine_again(kubernetes: FakeKubernetes) -> None:

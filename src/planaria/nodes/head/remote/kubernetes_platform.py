@@ -105,11 +105,11 @@ class KubernetesPlatform:
         except PermissionError as error:
             self._warn_once(error)
         except FileNotFoundError:
-            reasons.append("that it has no such machine")
+            reasons.append("there is no such machine")
         except OSError:
             if not reasons:
                 raise
-        return f"Kubernetes says {', '.join(dict.fromkeys(reasons))} of it" if reasons else ""
+        return f"Kubernetes says of it: {', '.join(dict.fromkeys(reasons))}" if reasons else ""
 
     def _warn_once(self, error: OSError) -> None:
         if not self._has_warned:

@@ -211,6 +211,9 @@ class MachineOperator:
     def _on_end(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         if self._working.get(key) is task:
             del self._working[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the machine of node %s could not be judged", key[1], exc_info=error)
+            self.note(f"whether the machine of node {key[1]} is fit was not found out: {error!r}")
 
     def _is_out(self, node: int) -> bool:
         """Whether a node is out of the job, or has ended."""
