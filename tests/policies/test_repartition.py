@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cpu_time import quickest
 from helpers.losses import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
@@ -16,7 +17,14 @@ from helpers.losses import (
     prices,
 )
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
-from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, Transition
+from planaria.core.plan import (
+    NodeKind,
+    PipelineTemplate,
+    Plan,
+    Stage,
+    Transition,
+    plain_plan,
+)
 from planaria.planner.layout.depths import Ranges
 from planaria.planner.layout.search import Layout, LayoutSearches, SearchResults
 from planaria.planner.plans import PlanCatalog
@@ -68,6 +76,27 @@ def test_losses_one_after_the_other_are_answered_by_layouts(
             assert transition.redone_samples == 8
         assert found[0].iteration_s == min(transition.iteration_s for transition in found)
         plan = data.draw(st.sampled_from(found)).after
+
+
+def test_many_microbatches_do_not_hold_up_a_decision() -> None:
+    """Nodes on the coordinator's machine end after two leases in which nobody answers them.
+
+    A step of the search simulates a pipeline with all its microbatches, 0.5 s with these; 64 steps
+    take 20 s.
+    """
+    catalog = example_catalog(16, n0=2, f=1)
+    problem = replace(catalog.problem, num_microbatches=8192)
+    catalog = replace(catalog, problem=problem)
+    plan = plain_plan(0, plan_of(catalog, (8, 8)).pipelines, (4096, 4096))
+    cluster = survivors(plan, (5,), epoch=1)
+
+    found, seconds = quickest(
+        lambda: policy(catalog).propose(plan, cluster, NodesLost((5,), 0), prices(catalog)),
+        limit_s=3.0,
+    )
+
+    assert found[0].answer == "repartition"
+    assert seconds < 3.0
 
 
 def test_what_keeps_more_pipelines_moves_less() -> None:

@@ -33,6 +33,9 @@ from planaria.restorer.strategies import LEAST_BYTES, RestoreStrategy
 POLICY: Final = "repartition"
 REPARTITION: Final = "repartition"
 STEPS_MAX: Final = 64  # 0.4 s at 32 nodes and at 1,000; there is a good layout after 20.
+# Bound on the hops that they simulate; where pipelines have many microbatches, it takes fewer steps
+# once it has a layout.
+_STEPS_HOPS_MAX: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,12 @@ class Repartition:
         if not has_equal_nodes(plan, cluster):
             return self.fallback.propose(plan, cluster, event, prices)
         present = templates_of(plan)
-        for _ in islice(self.searched.steps(len(cluster.nodes), present), STEPS_MAX):
-            pass
         front = self.searched.front(len(cluster.nodes), present)
+        steps = islice(self.searched.steps(len(cluster.nodes), present), STEPS_MAX)
+        for num_steps, _ in enumerate(steps, start=1):
+            front = self.searched.front(len(cluster.nodes), present)
+            if front and num_steps >= _num_steps(plan):
+                break
         transitions = tuple(
             self._transition(layout, answer, plan, cluster, event, prices)
             for layout, answer in zip(front, layout_names(front), strict=True)
@@ -113,6 +119,12 @@ class Repartition:
             policy=POLICY,
             answer=answer,
         )
+
+
+def _num_steps(plan: Plan) -> int:
+    """How many steps are worth a pause if a step simulates a pipeline, hop by hop."""
+    num_hops = sum(map(len, plan.routes)) // len(plan.pipelines)
+    return max(1, min(STEPS_MAX, _STEPS_HOPS_MAX // max(1, num_hops)))
 
 
 def has_equal_nodes(plan: Plan, cluster: ClusterState) -> bool:
