@@ -74,7 +74,7 @@ class FakeNodes:
         return FakeGroup(bundles, strategy, node_ids)
 
     def remove(self, group: "FakeGroup") -> None:
-        for node in group.node_ids:
+        for node in filter(None, group.node_ids):
             self._num_actors[node] -= 1
 
 

@@ -235,7 +235,7 @@ def test_a_machine_of_ray_that_can_start_no_process_is_asked_again(
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
-    assert program["Machine"]().run(0, 1, "127.0.0.1") == EXIT_AGAIN
+    assert program["Machine"]().run(0, 1, "127.0.0.1") == program["UNFIT"]
 
 
 @pytest.mark.parametrize("code", [3, None])
@@ -348,7 +348,7 @@ def test_a_command_whose_actor_ends_is_told_to_end(
 def test_an_unfit_machine_of_ray_is_asked_less_and_less_often(
     fakes: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its actor cannot run elsewhere. One that ran for long may have found no head: that passes."""
+    """Ray may have no other one. One that ran for long may have found no head: that passes."""
     fakes.write("planaria", "exit 75")
     for name, text in fakes.environment.items():
         monkeypatch.setenv(name, text)
@@ -365,5 +365,39 @@ def test_an_unfit_machine_of_ray_is_asked_less_and_less_often(
     times_s = itertools.count(step=1000)
     codes.append(machine.run(7, 1, "127.0.0.1"))
 
-    assert codes == [EXIT_AGAIN] * 8
+    assert codes == [program["UNFIT"]] * 7 + [EXIT_AGAIN]
     assert pauses == [10.0, 30.0, 70.0, 150.0, 300.0, 300.0, 300.0, 0.0]
+
+
+@pytest.mark.parametrize(("rank", "num_nodes"), [(1, 5), (3, 5), (3, 4)])
+def test_another_machine_of_ray_takes_the_place_of_an_unfit_one(
+    rank: int, num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actor stayed on it, and was asked again without end, though Ray had room elsewhere. If
+    there is none, it is asked again after a while: what was wrong may have passed."""
+    fake_ray(monkeypatch, head_ends_last=False, num_nodes=num_nodes)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    runs: list[tuple[int, str]] = []
+    wait = sys.modules["ray"].wait
+    unfit = f"node-{rank}"
+
+    def end(own_rank: int) -> int:
+        runs.append((own_rank, current_node()))
+        is_unfit = current_node() == unfit and runs.count((own_rank, unfit)) <= 2
+        return int(program["UNFIT"]) if is_unfit else 0
+
+    def others_end_last(refs: list[FakeRef], **options: Any) -> object:
+        for ref in refs:
+            if ref.rank in {0, 1, 2, 3} - {rank}:
+                ref.can_end = lambda: [own_rank for own_rank, _ in runs].count(rank) == 3
+        return wait(refs, **options)
+
+    times_s = itertools.count(step=10)
+    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: float(next(times_s)))
+    monkeypatch.setattr(sys.modules["ray"], "wait", others_end_last)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__.update(Machine=FakeMachine, time=clock)
+
+    assert program["main"]() == 0
+    assert runs.count((rank, unfit)) == (2 if num_nodes == 5 else 3)
+    assert runs.count((rank, "node-4")) == (1 if num_nodes == 5 else 0)

@@ -53,6 +53,8 @@ PAUSE_S_MAX = 300.0  # Of a machine that is unfit each time that it is asked.
 AWAY_S_MAX = 60.0  # Of the head's machine, before another one gets the head.
 POLL_S = 5.0  # Between two looks whether Ray drains the machine.
 AGAIN = 75  # The exit code that says: start this again.
+UNFIT = -AGAIN  # What the run of a machine returns that was unfit, after its pause.
+UNFIT_MAX = 2  # Such runs in a row, after which Ray is asked for another machine.
 
 
 class Machine:
@@ -77,7 +79,7 @@ class Machine:
         return ray.get_runtime_context().get_node_id(), address, number == self._number
 
     def run(self, number: int, rank: int, head: str) -> int:
-        """Runs `planaria run` until it ends; returns its exit code.
+        """Runs `planaria run` until it ends; returns its exit code, or UNFIT.
 
         Ray makes one call after the other. A second one for the same run, because the answer of the
         first was lost, waits for its end and returns its exit code.
@@ -107,6 +109,8 @@ class Machine:
         is_unfit = code == AGAIN and time.monotonic() - start_s < PAUSE_S_MAX
         self._pause_s = min(2 * self._pause_s + PAUSE_S, PAUSE_S_MAX) if is_unfit else 0.0
         time.sleep(self._pause_s)
+        if is_unfit:
+            return UNFIT
         return 128 - code if code < 0 else code
 
     def _wait_command(self, words: list[str]) -> int:
@@ -153,7 +157,7 @@ def head_port() -> int:
 class Member:
     """A machine of the job, as this program knows it."""
 
-    def __init__(self, group: PlacementGroup, index: int) -> None:
+    def __init__(self, group: PlacementGroup, index: int, *, avoids_unfit: bool = False) -> None:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         actor = ray.remote(
             max_restarts=-1,  # Ray replaces it if its machine is lost.
@@ -167,8 +171,11 @@ class Member:
         self.address = ""
         self.call: ray.ObjectRef | None = None  # Of `place` without a node_id, else of `run`.
         self.num_ended = 0  # Of its runs; the number of the next one.
+        self.num_unfit = 0  # Of its newest runs, how many in a row found the machine unfit.
         self.is_running = False
         self.is_done = False
+        self.avoids_unfit = avoids_unfit  # Whether the group may be on no unfit machine.
+        self.asked_s = time.monotonic()
 
 
 def is_again(code: int) -> bool:
@@ -196,6 +203,7 @@ class Job:
         node_ids = placement_group_table(self._group)["bundles_to_node_id"].values()
         for _ in range(MAX_MACHINES - MIN_MACHINES):
             self._members.append(Member(group_elsewhere(node_ids), 0))
+        self._unfit: dict[str, float] = {}  # Since when machines are unfit, by their IDs.
         self._num_starts = 0  # Of the head, which is on the first of the members.
         self._code = 3  # Of the head's newest run; 3: Ray has lost it.
         self._away_s = time.monotonic()  # Since then the first one is away, if it is.
@@ -204,10 +212,12 @@ class Job:
         """Runs the job; returns the exit code of the machine with the head."""
         while True:
             self._move_head()
+            self._ask_unfit_again()
             self._start_calls()
             if self._members[0].is_done:
                 return self._code
-            if self._end_calls(timeout_s=None if self._members[0].node_id else PAUSE_S):
+            is_idle = bool(self._waits_for_fit()) or not self._members[0].node_id
+            if self._end_calls(timeout_s=PAUSE_S if is_idle else None):
                 # If the job ended unfinished, all others end now. One pause is for all of them:
                 # nobody waits for the head as long as a pause for each takes.
                 time.sleep(PAUSE_S)
@@ -271,10 +281,15 @@ class Job:
                 member.node_id, member.address, member.is_running = result
                 self._keep_one_on(member.node_id)
                 return False
-            code = int(result)
+            is_unfit = result == UNFIT
+            code = AGAIN if is_unfit else int(result)
+            member.num_unfit = member.num_unfit + 1 if is_unfit else 0
             member.num_ended += 1
             member.is_running = False
             member.is_done = not is_again(code)
+            if member.num_unfit == UNFIT_MAX and self._members[0].is_running:
+                self._ask_for_another(member)
+                return False
         if member is self._members[0]:
             self._code = 3 if code is None else code
             self._away_s = time.monotonic() if member.node_id else self._away_s
@@ -291,13 +306,40 @@ class Job:
         others = [member for member in members if member.group is not self._group]
         if len(members) == 1 or not others:
             return
-        leaving = min(others, key=lambda member: member.is_running)
+        self._put_elsewhere(min(others, key=lambda member: member.is_running))
+
+    def _ask_for_another(self, member: Member) -> None:
+        """Gives an unfit machine back to Ray, and asks for another one in its place."""
+        print(f"the machine {member.address} is unfit; Ray is asked for another one", flush=True)
+        self._unfit[member.node_id] = time.monotonic()
+        member.node_id = ""
+        self._put_elsewhere(member)
+
+    def _waits_for_fit(self) -> list[Member]:
+        """The members for which Ray has not found a machine yet, and may take no unfit one."""
+        return [member for member in self._members if member.avoids_unfit and not member.node_id]
+
+    def _ask_unfit_again(self) -> None:
+        """Lets actors run on unfit machines, too, if Ray finds no other ones for long."""
+        now_s = time.monotonic()
+        for node_id, since_s in list(self._unfit.items()):
+            if now_s - since_s >= PAUSE_S_MAX:
+                del self._unfit[node_id]
+        for member in self._waits_for_fit():
+            if now_s - member.asked_s >= PAUSE_S_MAX:
+                self._put_elsewhere(member)
+
+    def _put_elsewhere(self, leaving: Member) -> None:
+        """Ends an actor, and has Ray start one in its place where the job has none."""
         ray.kill(leaving.actor)
-        remove_placement_group(leaving.group)
+        if leaving.group is not self._group:  # Ray keeps room for all of that one.
+            remove_placement_group(leaving.group)
         if leaving is self._members[0]:
             self._away_s = time.monotonic()
         node_ids = {member.node_id for member in self._members if member.node_id}
-        self._members[self._members.index(leaving)] = Member(group_elsewhere(node_ids), 0)
+        group = group_elsewhere(node_ids.union(self._unfit))
+        member = Member(group, 0, avoids_unfit=bool(self._unfit))
+        self._members[self._members.index(leaving)] = member
 
 
 def main() -> int:
