@@ -18,8 +18,9 @@ from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job.config import load_job
 from planaria.job.planning import plan_job
-from planaria.job.replays.calibration import PlanSeconds
+from planaria.job.replays.calibration import PlanSeconds, calibrated_costs, recovery_costs
 from planaria.job.replays.recorded_run import read_run
+from planaria.job.replays.simulated_run import simulated_run
 from planaria.observe.metrics import REPORT_VERSION
 from planaria.planner.templates import smallest_num_nodes
 from planaria.profiles.profile_json import encode_profile
@@ -160,6 +161,25 @@ def test_an_iteration_that_took_no_time_says_nothing_of_the_others(
     path.write_text(json.dumps(report))
 
     assert PlanSeconds(read_run(path, option="--replay")).fastest_s == pytest.approx(1.0)
+
+
+def test_a_simulation_of_a_run_takes_the_time_of_its_evaluations(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """Half of this run's time. Without them each policy, and that of the run as well, seemed to
+    train twice as much."""
+    report = copy.deepcopy(whole_report)
+    report["job"]["resilience"]["failures_tolerated"] = 0
+    report["evaluations"] = [{"iteration": age, "seconds": 0.5} for age in range(20)]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    run = read_run(path, option="--replay")
+    policy = run.planned.config.resilience.policy
+    simulated = simulated_run(run, recovery_costs(calibrated_costs(run)), policy=policy)
+
+    real = run.samples / (run.trained_until_s - run.startup_s)
+    assert simulated.trained_samples_per_s / real == pytest.approx(1.0, rel=0.02)
+    assert simulated.ledger["evaluation"] == pytest.approx(10.0, rel=0.02)
 
 
 @pytest.mark.parametrize(("version", "table"), [(2, {"every": 5.0}), (3, {"disk": {"every": 5.0}})])

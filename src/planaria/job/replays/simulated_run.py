@@ -179,6 +179,8 @@ def _planaria_run(
         replay=RepeatedRun(
             on_notice=on_notice,
             seconds_of=lambda state, now_s: seconds.seconds(state.plan, iteration_s(state), now_s),
+            # The time of the last commit includes the evaluation after it: so all of them count.
+            evaluated_s=sum(run.evaluated_s.values()) / len(run.iterations),
             findings=findings,
             head_lives=True,
         ),

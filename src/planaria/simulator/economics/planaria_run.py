@@ -88,12 +88,14 @@ class RepeatedRun:
         on_notice: callback for what the coordinator tells its launcher, with the time.
         seconds_of: function from the state of the coordinator and the time to the seconds that an
             iteration takes; by default they are those that it predicts.
+        evaluated_s: seconds of each iteration, on average, in which the job evaluates instead.
         findings: deviations from the profile that the coordinator knows from the start.
         head_lives: whether the coordinator survives the loss of all nodes; else the job ends.
     """
 
     on_notice: Callable[[ToLauncher, float], None] = lambda _message, _now_s: None
     seconds_of: Callable[[JobState, float], float] = lambda state, _now_s: iteration_s(state)
+    evaluated_s: float = 0.0
     findings: Findings = field(default_factory=Findings)
     head_lives: bool = False
 
@@ -314,7 +316,7 @@ class PlanariaRun:
             self._nodes.live_ranks_of(state.plan.all_ranks),
             epoch=state.epoch,
             iteration=last,
-            seconds=took_s,
+            seconds=took_s - self._replay.evaluated_s,
             computing_s=self._computing_s(),
             ends=self._is_stopping,
             switches=switch is not None and switch.is_told and not self._is_stopping,
@@ -384,17 +386,18 @@ class PlanariaRun:
 
     def _measure_iteration(self) -> None:
         """Sets the seconds of an iteration of the plan, and what they are spent on."""
-        state, costs = self._state, self._costs
-        every = self._rules.job.checkpoint.persist_every
-        stall_s = costs.save_stall_s / every if every else 0.0
-        self._iteration_s = self._plan_s() + stall_s
-        stall = stall_s / self._iteration_s
+        state, every = self._state, self._rules.job.checkpoint.persist_every
+        plan_s, evaluated_s = self._plan_s(), self._replay.evaluated_s
+        stall_s = self._costs.save_stall_s / every if every else 0.0
+        self._iteration_s = plan_s + stall_s + evaluated_s
         idle = 1.0 - len(state.plan.nodes) / max(len(state.nodes), len(state.plan.nodes))
-        self._shares = {
-            Category.USEFUL: (1.0 - stall) * (1.0 - idle),
-            Category.IDLE: (1.0 - stall) * idle,
-            Category.CHECKPOINT_STALL: stall,
+        seconds = {
+            Category.USEFUL: plan_s * (1.0 - idle),
+            Category.IDLE: plan_s * idle,
+            Category.EVALUATION: evaluated_s,
+            Category.CHECKPOINT_STALL: stall_s,
         }
+        self._shares = {category: s / self._iteration_s for category, s in seconds.items()}
 
     # -- the coordinator --------------------------------------------------------------------------
 
