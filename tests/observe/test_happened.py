@@ -16,12 +16,13 @@ from helpers.recorder_messages import (
     recorder,
     recover,
     running,
+    starting,
 )
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.inject import Injection
 from planaria.core.kinds import ChangeKind
-from planaria.core.records import DecisionInputs
+from planaria.core.records import AwaitingMachine, DecisionInputs
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import EventRecord
 
@@ -50,6 +51,42 @@ def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> 
     assert run.events() == events
     assert (event.kind, event.nodes, event.step, event.fired) == ("kill", (5, 6), "reduce", True)
     assert (event.detect_s, event.downtime_s) == (2.0, 7.0)
+    assert (event.at_s, event.noticed_at_s) == (9.0, 10.0)
+
+
+def test_a_loss_that_waits_for_a_machine_keeps_its_time() -> None:
+    """The machine comes four seconds later, which is no other loss."""
+    run = recorder()
+    run.on_recovering(loss_message(20.0, 6))
+    run.on_awaiting_machine(AwaitingMachine(text="", now_s=20.5))
+    run.on_recovering(loss_message(24.0, kind="granted"))
+    run.on_decided(decision_message(24.25), predicted_peak_bytes=5)
+    run.on_starting(starting(24.5))
+    (event,) = run.on_running(running(25.0, epoch=4))
+
+    assert (event.at_s, event.noticed_at_s, event.over_at_s) == (10.0, 10.0, 15.0)
+    assert run.events() == (event,)
+
+
+def test_a_new_coordinator_is_not_charged_to_a_short_stop_that_did_no_harm() -> None:
+    """It has no node, so its nodes are among those of each fault."""
+    run = recorder()
+    run.on_fault(kill("hang=1:5@6"), now_s=15.0)
+    run.on_committed(commit_message(6, 18.0))
+    run.on_recovering(loss_message(20.0, kind="leader"))
+
+    told = [(event.kind, event.at_s, event.noticed_at_s) for event in run.events()]
+    assert told == [("hang", 5.0, -1.0), ("leader", 10.0, 10.0)]
+
+
+def test_a_link_that_breaks_between_live_nodes_is_charged_to_the_cut() -> None:
+    """The coordinator cannot tell which of the two nodes was cut off."""
+    run = recorder()
+    run.on_fault(kill("cut=0.5:5@6"), now_s=15.0)
+    run.on_recovering(loss_message(16.0))
+
+    told = [(event.kind, event.at_s, event.noticed_at_s) for event in run.events()]
+    assert told == [("cut", 5.0, 6.0)]
 
 
 def test_an_event_tells_when_it_happened_was_noticed_and_was_over() -> None:
@@ -258,6 +295,17 @@ def test_a_standby_node_is_not_taken_for_one_that_came_to_join() -> None:
         ("join", (8,)),
         ("joined", (7,)),
     ]
+
+
+def test_a_machine_that_makes_up_for_a_loss_has_the_time_of_that() -> None:
+    """It came by itself; without a time a replay went on without it."""
+    run = recorder()
+    run.on_recovering(loss_message(20.0, 6))
+    message = msgspec.structs.replace(decision_message(21.0), joined=(7,), noticed_s=20.0)
+    run.on_decided(message, predicted_peak_bytes=5)
+
+    (joined,) = [event for event in run.events() if event.kind == "joined"]
+    assert (joined.nodes, joined.at_s, joined.noticed_at_s) == ((7,), 10.0, 10.0)
 
 
 @pytest.mark.parametrize(

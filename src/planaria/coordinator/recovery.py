@@ -78,7 +78,7 @@ from planaria.coordinator.transition_choice import (
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
-from planaria.core.kinds import Ending, LossKind
+from planaria.core.kinds import LOSSLESS, Ending, LossKind
 from planaria.core.messages import Raised, SaveLayers, StartEpoch, WorkerFailed
 from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Transition
@@ -192,7 +192,7 @@ def _history(
     rules: Rules, state: JobState, kind: LossKind, concerned: tuple[int, ...], *, now_s: float
 ) -> FailureHistory:
     """The failure history with this loss added, if the loss is a failure of the job's nodes."""
-    if kind in (LossKind.LEADER, LossKind.GRANTED, LossKind.SHORT):
+    if kind in LOSSLESS:
         return state.membership.history
     # A spoilt copy leaves the live layers intact.
     struck = () if kind is LossKind.COPY else concerned

@@ -17,6 +17,10 @@ class LossKind(StrEnum):
     FAILED = "failed"  # The job has failed, and ends once its live layers are saved.
 
 
+# Reasons for which no node, worker or link was lost.
+LOSSLESS: Final = (LossKind.LEADER, LossKind.GRANTED, LossKind.SHORT)
+
+
 class ChangeKind(StrEnum):
     """Why a node joins, leaves or gets other work while training goes on."""
 

@@ -14,6 +14,7 @@ import msgspec
 
 from planaria.core.cluster import Node
 from planaria.core.inject import NODELESS_KINDS, Injection
+from planaria.core.kinds import LOSSLESS
 from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
 from planaria.core.plan import Plan
 from planaria.core.records import (
@@ -318,19 +319,17 @@ class Recorder:
         if not self._noticed_events():  # What was done again before is of no recovery.
             self.ledger = self.ledger.close_recovery()
         for index, open_event in reversed(tuple(enumerate(self._open_events))):
-            if open_event.event.kind in ("slow", "join"):  # These lose no node.
-                continue
-            event = open_event.event
-            if event.nodes and set(message.nodes) <= set(event.nodes):  # It was injected.
+            event, is_noticed = open_event.event, open_event.is_noticed
+            if event.kind in ("slow", "join") or (message.kind in LOSSLESS and not is_noticed):
+                continue  # Nothing was lost by these.
+            if event.nodes and set(message.nodes) <= set(event.nodes):
                 self._await_leader(open_event.lost_s)
-                lost_s = message.lost_s if open_event.is_noticed else open_event.lost_s
-                self._detect(message, lost_s)
+                self._detect(message, message.lost_s if is_noticed else open_event.lost_s)
+                if message.nodes or not is_noticed:
+                    noticed_at_s = message.lost_s - self.ledger.start_s
+                    event = replace(event, noticed_at_s=noticed_at_s)
                 event = replace(event, reason=event.reason or message.reason)
-                event = replace(
-                    with_error(event, message.raised),
-                    at_s=lost_s - self.ledger.start_s,
-                    noticed_at_s=message.lost_s - self.ledger.start_s,
-                )
+                event = with_error(event, message.raised)
                 self._open_events[index] = replace(open_event, event=event, is_noticed=True)
                 return
         self._detect(message, message.lost_s)
@@ -399,7 +398,9 @@ class Recorder:
             for open_event in self._open_events
         ]
         if message.joined:
-            order, joined = self._matching_event("join", message.joined)
+            order, joined = self._matching_event(
+                "join", message.joined, noticed_s=message.noticed_s
+            )
             reason = "taken at once, to make up for a loss"
             joined = replace(joined, nodes=message.joined, reason=reason, epoch=message.epoch)
             self._events.append((order, replace(joined, iteration=message.iteration)))
@@ -441,10 +442,8 @@ class Recorder:
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
             nodes = tuple(sorted(n for n, why in message.kinds.items() if why == kind))
-            order, event = self._matching_event(kind, nodes)
-            asked_s = message.asked_s - self.ledger.start_s
-            event = replace(event, noticed_at_s=asked_s)
-            event = event if event.at_s >= 0.0 else replace(event, at_s=asked_s)
+            order, event = self._matching_event(kind, nodes, noticed_s=message.asked_s)
+            event = replace(event, noticed_at_s=message.asked_s - self.ledger.start_s)
             event = self._with_end(change_event(event, nodes, message), message.now_s)
             over.append((order, event))
         self._events += over
@@ -454,8 +453,10 @@ class Recorder:
         """The event that is over at a time of the coordinator's clock."""
         return replace(event, over_at_s=over_s - self.ledger.start_s)
 
-    def _matching_event(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
-        """(order, event) of the injection that caused a change, or of a new event."""
+    def _matching_event(
+        self, kind: str, nodes: tuple[int, ...], *, noticed_s: float
+    ) -> tuple[int, EventRecord]:
+        """(order, event) of the injection that caused a change, or of a new one at `noticed_s`."""
         matching = [e for e in self._open_events if is_answered_by(e, kind, nodes)]
         # One change may answer two joins.
         for open_event in matching if kind == "join" else matching[:1]:
@@ -467,13 +468,15 @@ class Recorder:
                 )
         if matching:
             return matching[0].order, matching[0].event
-        report_kind = {
+        kind = {
             "join": "joined",
             "drain": "drained",
             "preempt": "preempted",
             "reform": "reformed",
         }.get(kind, kind)
-        return next(self._orders), EventRecord(kind=report_kind, nodes=nodes, iteration=-1)
+        at_s = noticed_s - self.ledger.start_s
+        event = EventRecord(kind=kind, nodes=nodes, iteration=-1, at_s=at_s, noticed_at_s=at_s)
+        return next(self._orders), event
 
     def on_starting(self, message: Starting) -> None:
         """Records that the members were sent the plan."""

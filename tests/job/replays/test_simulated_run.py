@@ -48,6 +48,19 @@ def test_nodes_that_are_lost_together_are_all_lost() -> None:
     assert happen.args == ((1, 2),)
 
 
+@pytest.mark.parametrize(("nodes", "number"), [((6,), 1), ((), 0)])
+def test_what_happened_to_a_node_at_an_unknown_time_is_left_out(
+    nodes: tuple[int, ...], number: int
+) -> None:
+    """Reports had no time of a machine that was taken at once for a lost one: replays went on
+    without it, and said nothing. An event that strikes no node is none of a simulation."""
+    event = EventRecord(kind="joined" if nodes else "degraded", nodes=nodes, iteration=4)
+    happenings = happenings_of(event)
+
+    assert happenings.in_order == []
+    assert len(happenings.left_out) == number
+
+
 def test_a_node_whose_worker_crashed_is_not_lost() -> None:
     """The job stands still for it."""
     staying = ClusterState(0, (Node(1, held=(frozenset({0}),)),))

@@ -226,10 +226,12 @@ class _Happenings:
 def _happenings(run: RecordedRun) -> _Happenings:
     happenings, lost = _Happenings(), set[int]()
     for event in run.events:
-        if not event.fired or event.at_s < 0.0:
+        if not event.fired or (event.at_s < 0.0 and not event.nodes):
             continue
         inputs = event.inputs
-        if gone := tuple(sorted(_lost_nodes(event) - lost)):
+        if event.at_s < 0.0:
+            happenings.left_out.append(event)
+        elif gone := tuple(sorted(_lost_nodes(event) - lost)):
             lost.update(gone)
             happenings.add(event.at_s, partial(_lose, gone))
         elif event.kind in ("join", "joined") and event.nodes:
