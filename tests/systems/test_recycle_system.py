@@ -162,3 +162,44 @@ def test_waiting_nodes_get_larger_pipelines() -> None:
     before = committed_at(run, 31_000.0)
 
     assert (committed_at(run, 51_000.0) - before) / 20_000.0 == pytest.approx(rate, rel=0.02)
+
+
+def test_nodes_that_come_while_the_job_starts_anew_get_larger_pipelines_too() -> None:
+    """Two of four nodes come during the restart with the other two, and were left out for good."""
+    run = ReCycle().begin(setting_with(microbatches=64))
+    rate = committed_at(run, 20_000.0) / 20_000.0
+    run.lose((0, 2, 4, 6), 20_000.0)
+    run.take_back((0, 2), 30_000.0)
+    run.take_back((4, 6), 30_030.0)
+    before = committed_at(run, 32_000.0)
+
+    assert (committed_at(run, 52_000.0) - before) / 20_000.0 == pytest.approx(rate, rel=0.02)
+
+
+def test_nodes_that_come_are_spread_over_the_stages() -> None:
+    """Each stage lacks two nodes, and the two lowest empty places are of one stage."""
+    settings = setting_with(microbatches=64)
+    both, one = ReCycle().begin(settings), ReCycle().begin(settings)
+    both.lose((0, 2, 5, 7), 20_000.0)
+    both.take_back((0, 2), 21_000.0)
+    one.lose((0, 3), 20_000.0)
+    numbers = [
+        committed_at(run, 50_000.0) - before
+        for run in (both, one)
+        for before in [committed_at(run, 30_000.0)]
+    ]
+
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.01)
+
+
+def test_larger_pipelines_wait_for_the_commit() -> None:
+    """The iteration in flight is not lost for them."""
+    run = ReCycle().begin(setting_with(microbatches=64))
+    run.lose((0, 2, 4, 6), 20_000.0)
+    run.run_until(30_000.0)
+    redo_s = run.account.ledger.parts()[Category.REDO]
+    run.take_back((0, 2, 4, 6), 30_000.0)
+    run.run_until(40_000.0)
+
+    assert run.account.num_restarts == 2
+    assert run.account.ledger.parts()[Category.REDO] == pytest.approx(redo_s)

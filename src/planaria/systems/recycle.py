@@ -19,14 +19,15 @@ places, with split backwards where that is faster and memory allows. What the pa
 nothing is lost is not known here: the parts 2 and 3 are taken to help then, too. The pipelines are
 those that are the fastest with 1F1B. The place at which the next node lacks least is chosen one by
 one, which is exact for the stage that takes longest. The paper prints no seconds for a loss: those
-of `[costs]` are taken. With no node to fill an empty place, and
-nodes waiting for whom larger pipelines would be faster, the job saves and starts anew with those;
-the paper's jobs have a fixed number of places. Plans of more than 16,384 hops are not simulated:
-an iteration is longer by what the busiest stage gets.
+of `[costs]` are taken. Where nodes wait because no place is empty, and larger pipelines with them
+would be faster, the job saves after the next iteration and starts anew with those; the paper's jobs
+have a fixed number of places. Plans of more than 16,384 hops are not simulated: an iteration is
+longer by what the busiest stage gets.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from planaria.observe.ledger import Category
@@ -119,6 +120,7 @@ class _Rerouting:
                 decide = (Category.DECIDE, costs.decide_s)
                 regroup = (Category.REGROUP, costs.regroup_s)
                 self._go_on(job, now_s, (detect, decide, regroup), num_moved=num_moved)
+                job.at_commit(partial(self._grow, job))  # The loss may have undone such a plan.
                 return
         job.go_back_to_save()
         self._start_anew(job, now_s, detect)
@@ -129,21 +131,27 @@ class _Rerouting:
         if job.is_waiting:
             self._start_anew(job, now_s)
             return
-        filled = self._places.fill(tuple(job.members))
-        if filled:
+        if num_moved := len(self._places.fill(tuple(job.members))):
+            if self._system.normalises:
+                num_moved += self._normalise()
             job.pause(now_s)
             regroup = (Category.REGROUP, self._setting.costs.regroup_s)
-            self._go_on(job, now_s, (regroup,), num_moved=len(filled))
-        elif job.is_training and len(job.members) > self._pipelines.num_places:
-            larger = self._fastest(len(job.members))
-            assert larger is not None
-            present_s = self._times.iteration_s(self._num_lost)
-            if self._times_for(larger).without_losses_s < present_s * (1.0 - _GAIN_MIN):
-                job.interrupt(now_s)
-                # Until it is complete, the nodes have in memory what is saved.
-                job.saves.begin(job.account.num_iterations, now_s, write_s=0.0)
-                job.end()
-                self._start_anew(job, now_s, (Category.CHECKPOINT_STALL, job.saves.write_s))
+            self._go_on(job, now_s, (regroup,), num_moved=num_moved)
+        job.at_commit(partial(self._grow, job))
+
+    def _grow(self, job: ModelledJob, now_s: float) -> None:
+        """Saves and starts anew with larger pipelines, if nodes wait with whom these are faster."""
+        if len(job.members) <= self._pipelines.num_places:
+            return
+        larger = self._fastest(len(job.members))
+        assert larger is not None
+        present_s = self._times.iteration_s(self._num_lost)
+        if self._times_for(larger).without_losses_s < present_s * (1.0 - _GAIN_MIN):
+            job.pause(now_s)
+            # Until it is complete, the nodes have in memory what is saved.
+            job.saves.begin(job.account.num_iterations, now_s, write_s=0.0)
+            job.end()
+            self._start_anew(job, now_s, (Category.CHECKPOINT_STALL, job.saves.write_s))
 
     def on_notice(self, job: ModelledJob, nodes: tuple[int, ...], deadline_s: float) -> None:
         """See `Behaviour`."""
