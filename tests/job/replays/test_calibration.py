@@ -1,4 +1,4 @@
-"""What a run tells of the time until answers are ready ahead of need."""
+"""What a run tells of the costs of its recoveries."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from planaria.core.cluster import NodesChanged, NodesLost
 from planaria.job.replays import calibration
-from planaria.job.replays.calibration import _look_ahead
+from planaria.job.replays.calibration import MeasuredCost, _look_ahead
 
 LOST = NodesLost((3,), 0)
 
@@ -51,27 +51,51 @@ def test_a_look_ahead_is_measured_by_a_better_plan_or_bounded_by_losses(
     assert _look_ahead(run, answered) == pytest.approx(look_ahead_s)
 
 
+def answered_loss(**changes: Any) -> Any:
+    """An event with the times of a loss that was answered."""
+    times = {"at_s": 5.0, "noticed_at_s": 5.01, "detect_s": 0.05, "recovery_s": 3.0}
+    phases = {"decide_s": 0.1, "regroup_s": 0.1, "transfer_s": 0.0, "predicted_transfer_s": 0.0}
+    of_node = {"inputs": SimpleNamespace(lost=LOST, changed=None), "source_tier": "live"}
+    return SimpleNamespace(**{**times, **phases, **of_node, **changes})
+
+
+def costs_of(monkeypatch: pytest.MonkeyPatch, *losses: Any) -> dict[str, MeasuredCost]:
+    """The costs of a run that had these losses, each of which was answered alone."""
+    for name in ("_look_ahead", "_save_stalls", "_save_speeds", "_profile_factors"):
+        monkeypatch.setattr(calibration, name, lambda *_: [])
+    monkeypatch.setattr(calibration, "_num_switches", lambda _: 0)
+    run: Any = SimpleNamespace(
+        decisions=tuple([loss] for loss in losses),
+        iterations=(SimpleNamespace(seconds=1.0),),
+        startup_s=1.0,
+        events=(),
+    )
+    return {cost.name: cost for cost in calibration.calibrated_costs(run)}
+
+
 def test_the_answer_to_a_crash_is_no_answer_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits until the worker has been forked anew: each simulated loss took as long."""
 
     def answered(lost: NodesLost, detect_s: float) -> Any:
         inputs = SimpleNamespace(lost=lost, changed=None)
-        seconds = {"at_s": 5.0, "noticed_at_s": 5.01, "detect_s": detect_s, "recovery_s": 3.0}
-        others = {"decide_s": 0.1, "regroup_s": 0.1, "transfer_s": 0.0}
-        return SimpleNamespace(**seconds, **others, predicted_transfer_s=0.0, inputs=inputs)
+        return answered_loss(inputs=inputs, detect_s=detect_s)
 
     kill, crash = answered(NodesLost((3,), 0), 0.05), answered(NodesLost((), 0), 2.0)
-    for name in ("_look_ahead", "_save_stalls", "_save_speeds", "_profile_factors"):
-        monkeypatch.setattr(calibration, name, lambda *_: [])
-    monkeypatch.setattr(calibration, "_num_switches", lambda _: 0)
-    run: Any = SimpleNamespace(
-        decisions=([kill], [crash]),
-        iterations=(SimpleNamespace(seconds=1.0),),
-        startup_s=1.0,
-        events=(),
-    )
-    costs = {cost.name: cost for cost in calibration.calibrated_costs(run)}
+    costs = costs_of(monkeypatch, kill, crash)
 
     assert costs["answer_s"].value == pytest.approx(0.04)
     assert costs["answer_s"].num_events == 1
     assert costs["decide_s"].num_events == 2
+
+
+def test_the_reading_of_a_save_is_no_cost_of_other_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes 60 s here, which no prediction has. Each simulated loss took 20 s to regroup, and
+    one that goes back to a save read it besides."""
+    live = answered_loss(source_tier="live", transfer_s=0.75, predicted_transfer_s=0.75)
+    from_disk = answered_loss(source_tier="disk", transfer_s=60.0)
+    costs = costs_of(monkeypatch, live, live, from_disk)
+
+    assert costs["regroup_s"].value == pytest.approx(0.1)
+    assert costs["regroup_s"].num_events == 3

@@ -18,6 +18,7 @@ from planaria.core.plan import Plan
 from planaria.job.replays.recorded_run import RecordedRun
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import EventRecord
+from planaria.observe.recoveries import SourceTier
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import expected_times
 from planaria.systems.system import RecoveryCosts
@@ -63,10 +64,7 @@ def calibrated_costs(run: RecordedRun) -> tuple[MeasuredCost, ...]:
         ],
         "decide_s": [event.decide_s for event in losses],
         "look_ahead_s": _look_ahead(run, answered),
-        "regroup_s": [
-            event.regroup_s + max(0.0, event.transfer_s - event.predicted_transfer_s)
-            for event in losses
-        ],
+        "regroup_s": [event.regroup_s + _late_transfer_s(event) for event in losses],
         "per_rank_s": [],
         "switch_s": [_switch_s(event) for event in answered if _num_switches(event)],
         "restart_s": [],
@@ -98,6 +96,13 @@ def _loss(event: EventRecord) -> NodesLost | None:
 def _newest(events: Sequence[EventRecord]) -> EventRecord:
     """The last of the events that one decision answered: its seconds contain no other loss."""
     return max(events, key=lambda event: event.noticed_at_s)
+
+
+def _late_transfer_s(event: EventRecord) -> float:
+    """The seconds by which layers came later than predicted; 0 for those of a save, whose reading
+    a simulation prices by itself."""
+    is_read = event.source_tier == SourceTier.DISK
+    return 0.0 if is_read else max(0.0, event.transfer_s - event.predicted_transfer_s)
 
 
 def _num_switches(event: EventRecord) -> int:
