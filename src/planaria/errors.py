@@ -48,6 +48,9 @@ class ConfigError(PlanariaError):
         self.value = value
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[object, ...]:  # Else pickle would give it the message alone.
+        return type(self), (self.field, self.value, self.remedy)
+
 
 class DivergedError(ConfigError):
     """When a loss or a gradient norm is not finite any more."""
@@ -105,6 +108,9 @@ class InfeasibleError(PlanariaError):
         self.value = value
         self.why = why
         self.remedies = remedies
+
+    def __reduce__(self) -> tuple[object, ...]:  # Else pickle would give it the message alone.
+        return type(self), (self.limit, self.value, self.why, *self.remedies)
 
 
 class InsufficientError(PlanariaError):

@@ -24,6 +24,7 @@ from planaria.coordinator.state import JobState
 from planaria.coordinator.step import Event, step
 from planaria.core.job import POLICIES
 from planaria.core.messages import StopRequested
+from planaria.errors import ConfigError, FeasibleValue, InfeasibleError, Limit, PlanariaError
 from planaria.observe.ledger import Category
 from planaria.planner.reroute.reroutes import best_reroute
 from planaria.policies import reroute
@@ -357,6 +358,26 @@ def test_an_error_of_a_process_reaches_the_caller() -> None:
     )
     with pytest.raises(KeyError):
         compare(of, (PlanariaSystem(),), num_seeds=2, num_processes=2, on_done=lambda: None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("failures.window", "start", "is wrong"),
+        InfeasibleError(Limit.NODES, 2, "is small", FeasibleValue(Limit.NODES, 4, or_more=True)),
+    ],
+)
+def test_a_mistake_of_the_user_reaches_the_caller_as_it_is(
+    error: PlanariaError, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It could not be read from the process, and ended the command with a traceback."""
+    of = replace(small(), failures=mock.Mock(occurrences=mock.Mock(side_effect=error)))
+    with pytest.raises(type(error)) as caught:
+        compare(of, (PlanariaSystem(),), num_seeds=2, num_processes=2, on_done=lambda: None)
+
+    assert str(caught.value) == str(error)
+    assert vars(caught.value) == vars(error)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_an_interval_is_that_of_student() -> None:

@@ -283,3 +283,9 @@ def test_the_page_lists_every_key_preset_and_trace() -> None:
         assert preset.source in page
     for name in SHIPPED_TRACES:
         assert f"`{name}`" in page
+
+
+def test_a_trace_of_too_few_nodes_cannot_be_replayed_from_its_start() -> None:
+    """The file says so before anything is planned."""
+    with pytest.raises(ConfigError, match="has 30 nodes at once and the cluster has 31"):
+        build(kind="trace", path="oobleck-5m", window="start", num_nodes=31)

@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Final, TypeVar
 
 from planaria.core.garbage import no_collection
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, InfeasibleError
 from planaria.observe.ledger import Category
 from planaria.simulator.failures.occurrences import FailureSource, Occurrence, OccurrenceKind
 from planaria.systems.system import Setting, System, SystemRun
@@ -288,6 +288,8 @@ def _serve(do: Callable[[Task], Result], tasks: Sequence[Task], sender: Connecti
     try:
         for task in tasks:
             sender.send(do(task))
+    except (ConfigError, InfeasibleError) as error:  # The user's mistake needs no traceback.
+        sender.send(error)
     except Exception as error:
         sender.send(error)
         raise

@@ -161,7 +161,13 @@ def failure_source(
     domains = _domains(config, num_nodes)
     losses: FailureSource = MergedSource(
         (
-            _source(config, domains, devices_per_node, directory),
+            _source(
+                config,
+                domains,
+                num_nodes=num_nodes,
+                devices_per_node=devices_per_node,
+                directory=directory,
+            ),
             DomainLosses(domains, config.per_domain_hour, _repair(config)),
         )
     )
@@ -185,7 +191,12 @@ def failure_source(
 
 
 def _source(
-    config: FailuresConfig, domains: Domains, devices_per_node: int, directory: Path
+    config: FailuresConfig,
+    domains: Domains,
+    *,
+    num_nodes: int,
+    devices_per_node: int,
+    directory: Path,
 ) -> FailureSource:
     """The source of the table's kind alone."""
     match config.kind:
@@ -210,7 +221,9 @@ def _source(
             )
         case "trace":
             trace = trace_at(directory, config.path, num_machines=config.trace_nodes)
-            return TraceSource(trace, Window(config.window))
+            source = TraceSource(trace, Window(config.window))
+            source.check_places(num_nodes)
+            return source
         case "prices":
             prices = SpotPrices(sigma=config.price_sigma, num_zones=config.zones)
             return PriceLosses(prices, config.bid)

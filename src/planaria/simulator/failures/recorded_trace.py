@@ -147,11 +147,11 @@ class TraceSource:
     trace: RecordedTrace
     window: Window = Window.DRAWN
 
-    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
-        """The occurrences of a window of the trace.
+    def check_places(self, num_nodes: int) -> None:
+        """Refuses a cluster of too many nodes for a replay of the trace from its start.
 
         Raises:
-            ConfigError: the trace has too few places for a replay from its start.
+            ConfigError: the trace has too few places.
         """
         size = self.trace.num_places
         if self.window is Window.START and num_nodes > size:
@@ -163,6 +163,15 @@ class TraceSource:
                 f"not name all, or the window {Window.DRAWN.value!r}, which plays several "
                 "windows side by side",
             )
+
+    def occurrences(self, num_nodes: int, *, horizon_s: float, rng: Random) -> Iterator[Occurrence]:
+        """The occurrences of a window of the trace.
+
+        Raises:
+            ConfigError: the trace has too few places for a replay from its start.
+        """
+        self.check_places(num_nodes)
+        size = self.trace.num_places
         blocks = [
             _ReplayedWindow(
                 self.trace,
