@@ -377,9 +377,13 @@ def _numbers(file: _File, line: int, text: str) -> list[int]:
     numbers: list[int] = []
     for word in text.split():
         first, dash, last = word.partition("-")
+        wrong = f"nodes has {word!r}; it must be like 0 3 8-11"
         if not first.isdecimal() or not (last.isdecimal() or not dash):
-            raise file.error(line, f"nodes has {word!r}; it must be like 0 3 8-11")
-        numbers.extend(range(file.count(line, first), file.count(line, last or first) + 1))
+            raise file.error(line, wrong)
+        named = range(file.count(line, first), file.count(line, last or first) + 1)
+        if not named:  # The first one is after the last one.
+            raise file.error(line, wrong)
+        numbers.extend(named)
     if not numbers or len(set(numbers)) != len(numbers):
         raise file.error(line, f"nodes is {text!r}; it must name nodes, each once, like 0 3 8-11")
     return numbers
