@@ -56,7 +56,6 @@ from planaria.job.training_job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.journal_place import journal_place
 from planaria.nodes.head.process_events import restore_handlers
-from planaria.nodes.head.remote import machine_checks
 from planaria.nodes.head.remote.network_requests import ask_head
 from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.run_record import (
@@ -168,8 +167,7 @@ def test_fresh_machines_must_have_the_files_by_which_the_run_was_planned(
     digests = {PROSE_KEY: ("n1", "this")}
     left = replace(left, record=msgspec.structs.replace(left.record, digests=digests))
     facts = MachineFacts(name="fresh", host="10.0.0.9")
-    monkeypatch.setattr(machine_checks, "check_answer", lambda *_: None)
-    with open_left_head(tmp_path) as (head, runner), head:
+    with open_left_head(tmp_path) as (head, _), head:
 
         async def wait_living(*_: object, **__: object) -> bool:
             checks.forget("n1")
@@ -180,7 +178,7 @@ def test_fresh_machines_must_have_the_files_by_which_the_run_was_planned(
         assert take_up(head, left, resume=False, note=lambda _: None)
         ready = MachineReady(run=RUN, answer="", digests={PROSE_KEY: "another"})
 
-        assert "differs from that of n1" in runner.run(checks.problem("fresh", facts, ready))
+        assert "differs from that of n1" in checks.compare("fresh", facts, ready)
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -20,16 +20,13 @@ from planaria.core.kinds import Ending
 from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
-    JobPrepared,
     MachineFacts,
     MachineRefused,
     NodeEnded,
     NodeRequested,
-    PrepareRequested,
     SourceFile,
 )
 from planaria.core.records import Ended, Members
-from planaria.core.specs import Prepared, PrepareRequest
 from planaria.nodes.head.remote import machine_handle, machines
 from planaria.nodes.head.remote.machine_handle import REJOINS_MAX, MachineHandle
 from planaria.transport.frames import frame
@@ -497,45 +494,3 @@ async def test_a_machine_whose_name_another_one_has_taken_meanwhile_gets_another
 
         assert [machine.name for machine in head.machines.connected] == ["m", "m-2"]
         assert [ended.node for ended in head.ends] == [0]
-
-
-@pytest.mark.parametrize("is_refused", [False, True])
-@runs
-async def test_the_files_of_a_machine_that_takes_no_part_do_not_count(
-    tmp_path: Path, is_refused: bool
-) -> None:
-    """All others were refused until the head was started again."""
-    async with arriving_machines(tmp_path) as head:
-        await head.join("far", host="10.0.0.1")
-        wrong = await head.arrive("wrong", host="127.0.0.1" if is_refused else "10.0.0.2")
-        wrong.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "another"}))
-        if is_refused:
-            await wrong.wait(MachineRefused)
-        else:
-            await wait_until(lambda: head.machines.num_ready == 2)
-            wrong.reset()
-            await wait_until(lambda: head.machines.num_ready == 1)
-        right = await head.arrive("right", host="10.0.0.3")
-        right.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "this"}))
-
-        await wait_until(lambda: head.machines.num_ready == 2)
-
-
-@runs
-async def test_the_files_by_which_a_job_is_planned_count_to_its_end(tmp_path: Path) -> None:
-    """The machine that had them may be gone, but others train on the same samples."""
-    async with arriving_machines(tmp_path) as head:
-        first = await head.arrive("first")
-        first.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "this"}))
-        await wait_until(lambda: head.machines.num_ready == 1)
-        request = PrepareRequest(job=head.machines.job, cache_directory="")
-        asking = asyncio.create_task(head.machines.prepare(request))
-        question = await first.wait(PrepareRequested)
-        first.tell(JobPrepared(Prepared(), "", question.number))
-        await asking
-        first.reset()
-        await wait_until(lambda: head.machines.num_ready == 0)
-        other = await head.arrive("other")
-        other.tell(msgspec.structs.replace(head.ready(), digests={"data.kind": "another"}))
-
-        assert "differs from that of first" in (await other.wait(MachineRefused)).reason

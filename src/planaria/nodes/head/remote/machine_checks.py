@@ -6,7 +6,7 @@ first machine where the head has none. And all machines must save to the same pl
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -49,21 +49,16 @@ class MachineChecks:
         self._note = note
         self._reading: asyncio.Task[None] | None = None
         self.digests: dict[str, tuple[str, str]] = {}
+        self._compared: dict[str, Mapping[str, str]] = {}  # The digests of each machine.
 
-    async def problem(self, machine: str, facts: MachineFacts, ready: MachineReady) -> str:
-        """Why a machine cannot take part, and what to do; "": it can.
+    async def problem(self, ready: MachineReady) -> str:
+        """Why a machine that says that it is ready cannot be compared, and what to do; "": it can.
 
         Raises:
             CheckpointError: the place of saves does not answer, or refuses.
             MemoryError: no thread could be started to ask it.
             OSError: no thread can be started.
         """
-        if facts.memory_bytes < self.memory_bytes_min:
-            return (
-                f"it has {facts.memory_bytes:_} bytes of memory, and the job is planned for "
-                f"machines with {self.memory_bytes_min:_} or more; take a larger machine, or start "
-                "the job with a smaller cluster.device_memory_bytes"
-            )
         check = partial(check_answer, self._job.checkpoint.directory, self.mark, ready.answer)
         try:
             await answer_of_thread(check, name="check of saves")
@@ -72,28 +67,51 @@ class MachineChecks:
         if self._reading is None or _has_failed(self._reading):
             self._reading = asyncio.create_task(self._read_own())
         await asyncio.shield(self._reading)
+        return ""
+
+    def compare(self, machine: str, facts: MachineFacts, ready: MachineReady) -> str:
+        """Compares a machine with the others, which are compared with it from now on.
+
+        Returns:
+            Why it cannot take part, and what to do; "": it can.
+        """
+        if facts.memory_bytes < self.memory_bytes_min:
+            return (
+                f"it has {facts.memory_bytes:_} bytes of memory, and the job is planned for "
+                f"machines with {self.memory_bytes_min:_} or more; take a larger machine, or start "
+                "the job with a smaller cluster.device_memory_bytes"
+            )
+        self.forget(machine)  # It may be back, with other files.
         for key, digest in ready.digests.items():
             other, expected = self.digests.setdefault(key, (machine, digest))
             if digest != expected:
                 return self._difference(key, (machine, digest), (other, expected))
+        self._compared[machine] = ready.digests
         self._compare_with_first(machine, facts)
         return ""
 
     def begin(self, job: JobConfig) -> None:
         """Lets no files count that did so far, because another run begins."""
         self._job, self.is_planned, self.digests = job, False, {}
+        self._compared.clear()
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
     def forget(self, machine: str) -> None:
-        """Lets the files of another machine count, because this one is gone or refused.
+        """Lets the files of a machine count no more, because it is gone or refused.
 
+        If they counted, those of the others that were compared with it do, which are the same.
         Those by which the job is planned count to its end.
         """
-        if not self.is_planned:
-            kept = {key: said for key, said in self.digests.items() if said[0] != machine}
-            self.digests = kept
+        self._compared.pop(machine, None)
+        if self.is_planned:
+            return
+        for key in [key for key, (name, _) in self.digests.items() if name == machine]:
+            del self.digests[key]
+            for other, digests in self._compared.items():
+                if key in digests:
+                    self.digests.setdefault(key, (other, digests[key]))
 
     def _compare_with_first(self, machine: str, facts: MachineFacts) -> None:
         """Warns once of each fact that makes the bits of machines differ."""

@@ -553,7 +553,11 @@ class Machines:
 
     async def _problem(self, machine: MachineHandle, ready: MachineReady) -> str:
         """Why a machine cannot take part, and what to do; "": it can."""
-        problem = await self.checks.problem(machine.name, machine.facts, ready)
+        writer = machine.writer
+        problem = await self.checks.problem(ready)
+        if ready.run != self.offer.run or machine.writer is not writer:
+            return ""  # Its files do not count; see _check.
+        problem = problem or self.checks.compare(machine.name, machine.facts, ready)
         problem = problem or self._address_problem(machine)
         return problem or await self.kinds.problem(machine)
 
