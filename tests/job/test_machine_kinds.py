@@ -1,5 +1,6 @@
 """The first plan of a job whose machines differ in speed and memory."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ import pytest
 
 from helpers.command import PACED
 from helpers.jobs import template
+from helpers.left_runs import LISTENING
 from helpers.strategies import equal_problem
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import MachineFacts
 from planaria.core.plan import Link, NodeKind, scaled_profile
-from planaria.core.specs import Prepared
+from planaria.core.specs import Prepared, PrepareRequest
+from planaria.job import on_machines
 from planaria.job.config import load_job
 from planaria.job.machine_kinds import (
     of_fastest_kind,
@@ -21,8 +24,9 @@ from planaria.job.machine_kinds import (
     with_measured_links,
     with_memory_limit,
 )
-from planaria.job.on_machines import begin_kinds
+from planaria.job.on_machines import begin_kinds, gather
 from planaria.job.planning import Planned, given_profile, plan_job
+from planaria.nodes.head.remote.kind_speeds import Kind, kind_of
 from planaria.nodes.head.remote.link_classes import LinkClass
 from planaria.planner.layout.unequal import EFFORT_MAX, planning_effort
 from planaria.planner.plans import plan_of_templates
@@ -179,7 +183,8 @@ def test_machines_need_no_memory_for_what_accelerators_hold(device: str, least: 
     asked: list[object] = []
     checks = SimpleNamespace(memory_bytes_min=0)
     kinds = SimpleNamespace(begin=lambda *facts: asked.extend(facts))
-    head: Any = SimpleNamespace(machines=SimpleNamespace(checks=checks, kinds=kinds))
+    machines = SimpleNamespace(checks=checks, kinds=kinds, compare_again=lambda: None)
+    head: Any = SimpleNamespace(machines=machines)
     assert PREPARED.profile is not None
     profile = replace(PREPARED.profile, device=device, device_memory_bytes=80 * GIB)
     cluster = replace(JOB.cluster, device_memory_bytes=0)
@@ -188,3 +193,54 @@ def test_machines_need_no_memory_for_what_accelerators_hold(device: str, least: 
 
     assert len(asked) == 3
     assert checks.memory_bytes_min == least
+
+
+def test_a_kind_that_comes_while_others_measure_is_measured_before_the_job_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine of it took the place of one that was lost, and counted as one of the first kind."""
+    first, later = (MachineFacts(name=name, host="", processor=name) for name in "ab")
+    machines = FakeMachines([first], coming=[later])
+    asked: list[Mapping[Kind, Prepared]] = []
+    monkeypatch.setattr(on_machines, "remove_other_marks", lambda *_: None)
+    monkeypatch.setattr(on_machines, "begin_kinds", lambda *facts: asked.append(facts[-1]))
+    job = replace(JOB, model=replace(JOB.model, profile=""))
+    with asyncio.Runner() as runner:
+        head: Any = SimpleNamespace(machines=machines, runner=runner)
+        gather(head, job, LISTENING)
+
+    assert asked == [{kind_of(first): PREPARED, kind_of(later): PREPARED}]
+
+
+class FakeMachines:
+    """Machines of a head that measure at once.
+
+    Args:
+        coming: machines that come, in place of the first ones, while these measure.
+    """
+
+    def __init__(self, facts: list[MachineFacts], *, coming: list[MachineFacts]) -> None:
+        self.facts, self._coming = facts, coming
+        self.checks = SimpleNamespace(mark="")
+
+    @property
+    def num_ready(self) -> int:
+        """See Machines."""
+        return len(self.facts)
+
+    async def wait_ready(self, num_machines: int, *, timeout_s: float) -> None:
+        """See Machines."""
+        assert num_machines <= self.num_ready
+        assert timeout_s > 0.0
+
+    async def prepare(
+        self, _: PrepareRequest, known: Mapping[Kind, Prepared]
+    ) -> dict[Kind, Prepared]:
+        """See Machines."""
+        measured = {**known, **{kind_of(facts): PREPARED for facts in self.facts}}
+        self.facts, self._coming = self._coming or self.facts, []
+        return measured
+
+    async def measure_links(self) -> dict[LinkClass, Link]:
+        """See Machines."""
+        return {}

@@ -37,7 +37,7 @@ from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import is_in_use, left_directories
 from planaria.nodes.head.process_events import wait_until
-from planaria.nodes.head.remote.kind_speeds import Kind
+from planaria.nodes.head.remote.kind_speeds import Kind, kind_of
 from planaria.nodes.head.remote.machine_checks import MachineChecks
 from planaria.nodes.head.remote.machine_operator import MachineOperator, open_platform
 from planaria.nodes.head.remote.machines import Machines
@@ -387,22 +387,34 @@ def gather(head: OpenHead, config: JobConfig, listening: Listening) -> tuple[Job
     """
     machines = head.machines
     remove_other_marks(config.checkpoint.directory, machines.checks.mark)
-    head.runner.run(machines.wait_ready(listening.nodes_min, timeout_s=listening.wait_s))
-    measured = head.runner.run(machines.prepare(_prepare_request(config)))
-    for answer in measured.values():
-        if answer.mistake is not None:
-            raise mistake_error(answer.mistake)
-        if answer.traceback:
-            raise TrainingError(-1, answer.traceback)
+    wait_ready = partial(machines.wait_ready, listening.nodes_min, timeout_s=listening.wait_s)
+    head.runner.run(wait_ready())
+    measured: dict[Kind, Prepared] = {}
+    while not measured or _has_other_kinds(machines, config, measured):
+        measured = head.runner.run(machines.prepare(_prepare_request(config), measured))
+        for answer in measured.values():
+            if answer.mistake is not None:
+                raise mistake_error(answer.mistake)
+            if answer.traceback:
+                raise TrainingError(-1, answer.traceback)
+        head.runner.run(wait_ready())  # Some may have gone meanwhile.
     prepared = of_fastest_kind(measured)
-    head.runner.run(machines.wait_ready(listening.nodes_min, timeout_s=listening.wait_s))
     prepared = with_memory_limit(prepared, config, machines.facts)
     if not config.model.profile:
         links = head.runner.run(machines.measure_links())
         prepared = with_measured_links(prepared, links)
     begin_kinds(head, config, prepared, measured)
+    head.runner.run(wait_ready())  # Those that came last are compared again.
     num_nodes = num_first_nodes(machines.num_ready, config.cluster, listening)
     return replace(config, cluster=replace(config.cluster, nodes=num_nodes)), prepared
+
+
+def _has_other_kinds(
+    machines: Machines, config: JobConfig, measured: Mapping[Kind, Prepared]
+) -> bool:
+    """Whether machines are ready whose kind has to be measured and was not, as they came later."""
+    others = [facts for facts in machines.facts if kind_of(facts) not in measured]
+    return bool(others) and not config.model.profile
 
 
 def new_run(
@@ -479,6 +491,8 @@ def begin_kinds(
 ) -> None:
     """Tells the head by what the job is planned, so that it knows what to ask of later machines.
 
+    Those that are ready already are asked, too.
+
     Args:
         measured: facts that the first machine of each kind has found.
     """
@@ -491,6 +505,7 @@ def begin_kinds(
     if is_of_machines and not config.cluster.device_memory_bytes:
         limit_bytes = profile.device_memory_bytes
         machines.checks.memory_bytes_min = limit_bytes * config.cluster.devices_per_node
+    machines.compare_again()
 
 
 def _prepare_request(config: JobConfig) -> PrepareRequest:

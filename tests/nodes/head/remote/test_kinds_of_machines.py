@@ -148,6 +148,52 @@ async def test_nodes_are_told_the_speed_of_their_machine(tmp_path: Path) -> None
 
 
 @runs
+async def test_a_machine_that_is_ready_before_the_job_is_planned_measures_too(
+    tmp_path: Path,
+) -> None:
+    """A machine that came after the others had measured, or came to a head that took a run up,
+    counted as one of the fastest kind. Its node got work as if it were."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("fast", 1.0))
+        measured = await made.machines.prepare(REQUEST)
+        await join(made, ("slow", 4.0))
+        made.machines.kinds.begin(REQUEST, profile(1.0), measured)
+        made.machines.compare_again()
+        assert made.machines.num_ready == 1
+        await made.wait_ready(2)
+
+    assert made.machines.kinds.speed(FACTS["slow"]) == 0.25
+
+
+@runs
+async def test_a_machine_that_is_ready_before_the_job_is_planned_needs_as_much_memory(
+    tmp_path: Path,
+) -> None:
+    """Its node ran out of memory."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("fast", 1.0))
+        small = made.join(domain="small")
+        await made.wait_ready(2)
+        made.machines.checks.memory_bytes_min = 8 * GIB
+        made.machines.compare_again()
+
+        with pytest.raises(ConfigError, match=r"1_073_741_824 bytes.*8_589_934_592 or more"):
+            await small
+        assert made.machines.num_ready == 1
+
+
+@runs
+async def test_kinds_that_have_measured_are_not_asked_again(tmp_path: Path) -> None:
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("fast", 1.0))
+        known = await made.machines.prepare(REQUEST)
+        await join(made, ("fast", 9.0), ("slow", 4.0))
+        measured = await made.machines.prepare(REQUEST, known)
+
+    assert measured == {**known, kind_of(FACTS["slow"]): profile(4.0)}
+
+
+@runs
 async def test_a_later_machine_that_cannot_measure_is_told_why(tmp_path: Path) -> None:
     mistake = Prepared(mistake=("data.target", '"module:function"', "no such module"))
     async with cluster(tmp_path, JOB) as made:

@@ -79,6 +79,10 @@ class KindSpeeds:
                 what = f"{len(devices)} devices {devices[0]!r}"
             self._note(f"machines with {what} take {slowness:.2f} times as long")
 
+    def is_known(self, facts: MachineFacts) -> bool:
+        """Whether nothing has to be measured on a machine."""
+        return self.request is None or kind_of(facts) in self._speeds
+
     async def problem(self, machine: MachineHandle) -> str:
         """Has a machine measure if it is of a kind that has first come after the start.
 
@@ -88,7 +92,7 @@ class KindSpeeds:
         Raises:
             InsufficientError: the process that measures was killed, or raised, which may pass.
         """
-        if self.request is None or kind_of(machine.facts) in self._speeds:
+        if self.request is None or self.is_known(machine.facts):
             return ""
         try:
             answer = await machine.prepare(self.request)

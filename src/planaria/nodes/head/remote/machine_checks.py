@@ -75,7 +75,7 @@ class MachineChecks:
         Returns:
             Why it cannot take part, and what to do; "": it can.
         """
-        if facts.memory_bytes < self.memory_bytes_min:
+        if not self.is_enough(facts):
             return (
                 f"it has {facts.memory_bytes:_} bytes of memory, and the job is planned for "
                 f"machines with {self.memory_bytes_min:_} or more; take a larger machine, or start "
@@ -89,6 +89,10 @@ class MachineChecks:
         self._compared[machine] = ready.digests
         self._compare_with_first(machine, facts)
         return ""
+
+    def is_enough(self, facts: MachineFacts) -> bool:
+        """Whether a machine has the memory for which the job is planned."""
+        return facts.memory_bytes >= self.memory_bytes_min
 
     def begin(self, job: JobConfig) -> None:
         """Lets no files count that did so far, because another run begins."""

@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from planaria.core.checkups import HEAD
 from planaria.core.machine_messages import (
     LINK_BUDGET_S,
+    PROTOCOL,
     ExaminationRequested,
     JobOffered,
     JobPrepared,
@@ -34,7 +35,7 @@ from planaria.core.machine_messages import (
 from planaria.core.specs import PrepareRequest
 from planaria.transport.frames import frame
 from planaria.transport.link_measurement import SECRET_BYTES
-from planaria.transport.sockets import break_when_silent
+from planaria.transport.sockets import break_when_silent, is_loopback
 
 REJOINS_MAX: Final = 5  # Nodes that a machine may lose within an hour and still get another.
 # A machine that has lost more gets another after this all the same while the job cannot go on. The
@@ -293,6 +294,16 @@ async def no_verdict(machine: MachineHandle) -> str:
     return ""
 
 
+def protocol_problem(arrived: MachineArrived) -> str:
+    """Why a machine that has come does not understand the head; "": it does."""
+    if arrived.protocol == PROTOCOL:
+        return ""
+    return (
+        f"it has planaria {arrived.facts.versions.get('planaria')} with protocol "
+        f"{arrived.protocol}, and the head's is {PROTOCOL}: install one version everywhere"
+    )
+
+
 def known_machine(machine_id: str, machines: Mapping[str, MachineHandle]) -> MachineHandle | None:
     """The machine that has come back without a node; None: it was not here before."""
     for machine in machines.values():
@@ -325,7 +336,21 @@ def _unused_name(name: str, machines: Mapping[str, MachineHandle], gone: Collect
     return unused
 
 
-def loopback_problem(machine: MachineHandle, far: MachineHandle) -> str:
+def loopback_problems(
+    machine: MachineHandle, others: Sequence[MachineHandle]
+) -> list[tuple[MachineHandle, str]]:
+    """Those of some machines that cannot be reached because of a loopback address, each with why.
+
+    A loopback address means another machine wherever it is read.
+    """
+    if not is_loopback(machine.facts.host):
+        near = [other for other in others if is_loopback(other.facts.host)]
+        return [(other, _loopback_problem(other, machine)) for other in near]
+    far = next((other for other in others if not is_loopback(other.facts.host)), None)
+    return [] if far is None else [(machine, _loopback_problem(machine, far))]
+
+
+def _loopback_problem(machine: MachineHandle, far: MachineHandle) -> str:
     """Why others cannot reach a machine that has come by the head's loopback, and what to do.
 
     Args:

@@ -13,16 +13,14 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from planaria.coordinator.membership.missing_members import arrival_s
 from planaria.core.job import JobConfig
-from planaria.core.kinds import Ending
 from planaria.core.machine_messages import (
-    PROTOCOL,
     FaultInjected,
     FromMachine,
     JobOffered,
@@ -58,17 +56,17 @@ from planaria.nodes.head.remote.machine_handle import (
     OfferFrames,
     add_machine,
     known_machine,
-    loopback_problem,
+    loopback_problems,
     name_again,
     no_verdict,
+    protocol_problem,
 )
 from planaria.nodes.head.remote.machine_places import MachinePlaces
-from planaria.nodes.head.remote.run_nodes import RunNodes, agent_ended
+from planaria.nodes.head.remote.run_nodes import RunNodes, agent_ended, job_over
 from planaria.nodes.head.remote.run_record import NodeLog
 from planaria.transport.acceptor import Handshakes, Purpose
 from planaria.transport.credentials import Credentials
 from planaria.transport.frames import FROM_NODE_BYTES_MAX, FrameDecoder, frame, message_of
-from planaria.transport.sockets import is_loopback
 from planaria.transport.strangers import RefusalLog
 
 logger = logging.getLogger(__name__)
@@ -207,16 +205,21 @@ class Machines:
         self._places.begin()
         self._nodes.begin()
 
-    async def prepare(self, request: PrepareRequest) -> dict[Kind, Prepared]:
+    async def prepare(
+        self, request: PrepareRequest, known: Mapping[Kind, Prepared] | None = None
+    ) -> dict[Kind, Prepared]:
         """The facts on the job that the first machine of each kind finds, one after the other.
 
         Only one machine looks if the job is wrong, or if its profile is given. One that hangs is
         refused, and another one looks.
 
+        Args:
+            known: facts that machines of some kinds have found before.
+
         Raises:
             InsufficientError: the process there was killed, or no machine is left that looks.
         """
-        measured: dict[Kind, Prepared] = {}
+        measured = dict(known or {})
         while True:
             if not measured:
                 await self.wait_ready(1, timeout_s=_HOUR_S)
@@ -238,6 +241,18 @@ class Machines:
             measured[kind_of(others[0].facts)] = answer.prepared
             if request.profile is not None or answer.prepared.profile is None:
                 return measured
+
+    def compare_again(self) -> None:
+        """Compares machines without nodes again that were ready before the job was planned.
+
+        Those are left out that have measured the layers, or whose kind has, and that have enough
+        memory.
+        """
+        for machine in self.connected:
+            is_known = self.kinds.is_known(machine.facts) and self.checks.is_enough(machine.facts)
+            if machine.is_ready and machine.node < 0 and not is_known:
+                machine.is_ready = False
+                self._offer_job(machine)
 
     async def measure_links(self) -> dict[LinkClass, Link]:
         """See measured_links."""
@@ -375,12 +390,7 @@ class Machines:
 
     async def end_all(self, ended: Ended | None, *, is_early: bool = False) -> None:
         """See NodeHandles. The machines are told how the job has ended, and leave."""
-        endings = (Ending.FINISHED, Ending.STOPPED) if is_early else (Ending.FINISHED,)
-        is_done = ended is not None and ended.ending in endings
-        text = "the head ended the job"
-        if ended is not None:
-            text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")
-        self._is_closed, self._over = True, JobOver(is_done=is_done, text=text)
+        self._is_closed, self._over = True, job_over(ended, is_early=is_early)
         for machine in self._machines.values():
             machine.tell(self._over)
         await wait_until(lambda: not self._nodes.reachable(), timeout_s=EXIT_TIMEOUT_S)
@@ -475,11 +485,7 @@ class Machines:
             over = self._over if arrived.run == self.offer.run else None  # It was away meanwhile.
             writer.write(frame(over or MachineRefused(reason="the head ends", is_final=False)))
             return None
-        if arrived.protocol != PROTOCOL:
-            reason = (
-                f"it has planaria {arrived.facts.versions.get('planaria')} with protocol "
-                f"{arrived.protocol}, and the head's is {PROTOCOL}: install one version everywhere"
-            )
+        if reason := protocol_problem(arrived):
             writer.write(frame(MachineRefused(reason=reason, is_final=True)))
             return None
         has_node = arrived.run == self.offer.run and arrived.node >= 0
@@ -564,19 +570,16 @@ class Machines:
     def _address_problem(self, machine: MachineHandle) -> str:
         """Why a machine's address, or that of another one, cannot be used; "": all can.
 
-        A loopback address means another machine wherever it is read. While the head waits for
-        machines, the one at such an address is refused, whichever came first.
+        While the head waits for machines, the one at a loopback address is refused, whichever came
+        first.
         """
         others = [other for other in self.connected if other.is_ready and other is not machine]
-        if is_loopback(machine.facts.host):
-            far = next((other for other in others if not is_loopback(other.facts.host)), None)
-            return loopback_problem(machine, far) if far is not None else ""
-        for other in others:
-            if is_loopback(other.facts.host):
-                problem = loopback_problem(other, machine)
-                if other.node >= 0 or not self.is_waiting:
-                    return f"{other.name}, which is in the job, cannot work with it: {problem}"
-                self._turn_away(other, problem)
+        for other, problem in loopback_problems(machine, others):
+            if other is machine:
+                return problem
+            if other.node >= 0 or not self.is_waiting:
+                return f"{other.name}, which is in the job, cannot work with it: {problem}"
+            self._turn_away(other, problem)
         return ""
 
     def _turn_away(self, machine: MachineHandle, reason: str, *, is_final: bool = True) -> None:

@@ -6,8 +6,9 @@ or how theirs have ended; the coordinator tells who the members are.
 
 from collections.abc import Collection
 
-from planaria.core.machine_messages import NodeEnded
-from planaria.core.records import AgentEnded, Members
+from planaria.core.kinds import Ending
+from planaria.core.machine_messages import JobOver, NodeEnded
+from planaria.core.records import AgentEnded, Ended, Members
 from planaria.nodes.forkserver import exit_text
 from planaria.nodes.head.remote.machine_handle import MachineHandle
 
@@ -94,3 +95,17 @@ class RunNodes:
 def agent_ended(ended: NodeEnded) -> AgentEnded:
     """The message to the coordinator that a node's agent has ended."""
     return AgentEnded(node=ended.node, reason=f"its agent {exit_text(ended.status)}")
+
+
+def job_over(ended: Ended | None, *, is_early: bool) -> JobOver:
+    """What machines are told at the end of the job.
+
+    Args:
+        ended: end that the coordinator has told; None: the head alone ends it.
+        is_early: whether a callback has stopped the job, so that it is done all the same.
+    """
+    if ended is None:
+        return JobOver(is_done=False, text="the head ended the job")
+    endings = (Ending.FINISHED, Ending.STOPPED) if is_early else (Ending.FINISHED,)
+    text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")
+    return JobOver(is_done=ended.ending in endings, text=text)
