@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -334,16 +335,22 @@ def test_the_pod_of_a_lost_machine_fails_and_is_deleted(kubernetes: FakeKubernet
 def test_the_pod_of_a_machine_that_kubernetes_has_not_missed_yet_stays_for_a_while(
     kubernetes: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another pod might come to the same dead machine, and never begin there."""
+    """Another pod might come to the same dead machine, and never begin there. The time counts from
+    each loss: a machine that had been lost before and was back lost its pod at once."""
+    now_s = 0.0
+    monkeypatch.setattr(kubernetes_platform, "time", SimpleNamespace(monotonic=lambda: now_s))
     kubernetes.put_pod("cluster-3-def", LOST.host)
     platform = in_pod(kubernetes)
 
-    with pytest.raises(OSError, match="has not missed its machine yet, and calls cluster-3-def"):
-        platform.ask_for_machine(LOST)
+    for lost_s in (0.0, 1000.0):
+        now_s = lost_s + 89.0
+        with pytest.raises(OSError, match="has not missed its machine yet, and calls cluster-3-de"):
+            platform.ask_for_machine(replace(LOST, lost_s=lost_s))
     assert "cluster-3-def" in kubernetes.pods
     assert not kubernetes.deleted
-    monkeypatch.setattr(kubernetes_platform, "_READY_S", 0.0)
-    assert "pod cluster-3-def is deleted" in platform.ask_for_machine(LOST)
+    now_s = 1091.0
+    lost = replace(LOST, lost_s=1000.0)
+    assert "pod cluster-3-def is deleted" in platform.ask_for_machine(lost)
 
 
 def test_a_pod_that_is_told_to_go_is_left_in_peace(kubernetes: FakeKubernetes) -> None:

@@ -38,8 +38,9 @@ _JOB: Final = "PLANARIA_KUBERNETES_JOB"
 _OK: Final = range(200, 300)
 _ERRORS: Final = {403: PermissionError, 404: FileNotFoundError}
 # Kubernetes calls the pods of a silent machine unready after 40 to 50 s, and binds no pod to it
-# from then on. One that stays ready for so long runs on a machine that the job alone cannot reach.
-_READY_S: Final = 60.0
+# from then on. One that is ready so long after its loss was told is on a machine that the job alone
+# cannot reach.
+_READY_S: Final = 90.0
 # Conditions of a machine that are true while all is well. Any other one is true if it is not.
 _GOOD: Final = re.compile(r"(?<!Not)(?<!Un)(Ready|Healthy|Available)$")
 # Those that what runs on a machine may bring about by itself.
@@ -70,7 +71,6 @@ class KubernetesPlatform:
         self._host, self._account = host, account
         self._pod, self._job = (environment.get(name, "") for name in (_POD, _JOB))
         self._has_warned = False  # That what Kubernetes knows of machines cannot be read.
-        self._seen_s: dict[str, float] = {}  # When each pod was first taken for lost, by its UID.
         if not (self._pod and self._job):
             remedy = f"${_POD} and ${_JOB} must name this pod and its Job, as the manifest has them"
             raise ConfigError(OPTION, "kubernetes", remedy)
@@ -87,7 +87,7 @@ class KubernetesPlatform:
             return "its pod has ended; the Job makes another, as far as its limits allow"
         if not running:
             return f"no pod of the Job {self._job} has that address, so none is deleted"
-        self._check_unready(running)
+        _check_unready(running, lost_s=lost.lost_s)
         names = self._delete(running, "MachineLost", "the head of the job has lost the machine")
         text = f"pod {names} is deleted, so that the Job makes another"
         verdicts = ", ".join(reason for pod in running for reason in _pod_verdicts(pod["status"]))
@@ -167,19 +167,6 @@ class KubernetesPlatform:
             self._fail_and_delete(name, uid=uid, condition=condition)
         return ", ".join(pod["metadata"]["name"] for pod in pods)
 
-    def _check_unready(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses to go on while pods are ready, for a while: another one might come to them.
-
-        Raises:
-            OSError: a pod is ready.
-        """
-        now_s = time.monotonic()
-        for pod in pods:
-            since_s = self._seen_s.setdefault(pod["metadata"]["uid"], now_s)
-            if _has_condition(pod["status"], "Ready", "True") and now_s - since_s < _READY_S:
-                name = pod["metadata"]["name"]
-                raise OSError(f"Kubernetes has not missed its machine yet, and calls {name} ready")
-
     def _fail_and_delete(self, name: str, *, uid: str, condition: Mapping[str, str]) -> None:
         """Has the Job make another pod, without counting this one as a failure of its index.
 
@@ -248,6 +235,21 @@ def _pod_addresses(pod: Mapping[str, Any]) -> set[str | None]:
 
 def _has_condition(status: Mapping[str, Any], kind: str, value: str) -> bool:
     return any((c["type"], c["status"]) == (kind, value) for c in status.get("conditions", ()))
+
+
+def _check_unready(pods: Sequence[Mapping[str, Any]], *, lost_s: float) -> None:
+    """Refuses to go on while pods are ready, for a while: another one might come to them.
+
+    Args:
+        lost_s: time by the monotonic clock at which the loss of their machine was told.
+
+    Raises:
+        OSError: a pod is ready.
+    """
+    ready = [pod for pod in pods if _has_condition(pod["status"], "Ready", "True")]
+    if ready and time.monotonic() - lost_s < _READY_S:
+        name = ready[0]["metadata"]["name"]
+        raise OSError(f"Kubernetes has not missed its machine yet, and calls {name} ready")
 
 
 def _is_running(pod: Mapping[str, Any]) -> bool:

@@ -148,7 +148,12 @@ class MachineOperator:
 
     def _lost_machine(self, machine: MachineHandle, node: int, *, is_leaving: bool) -> LostMachine:
         facts, is_unfit = machine.facts, node in self._unfit
-        return LostMachine(facts.name, facts.host, is_leaving=is_leaving, is_unfit=is_unfit)
+        return LostMachine(
+            *(facts.name, facts.host),
+            is_leaving=is_leaving,
+            is_unfit=is_unfit,
+            lost_s=time.monotonic(),
+        )
 
     def _on_answer(self, host: str, task: asyncio.Task[None]) -> None:
         self._asking.pop(host, None)

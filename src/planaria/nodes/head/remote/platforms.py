@@ -12,7 +12,8 @@ Ray needs none of these: it starts a lost actor anew by itself, and asks its aut
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Final, Protocol
 
 from planaria.nodes.child_answers import program_result
@@ -31,12 +32,14 @@ class LostMachine:
         host: address at which others reached it.
         is_leaving: whether it was told to leave, so that its scheduler knows of it already.
         is_unfit: whether it is unfit for a node, so that its node leaves.
+        lost_s: time by the monotonic clock at which its loss was told.
     """
 
     name: str
     host: str
     is_leaving: bool
     is_unfit: bool = False
+    lost_s: float = field(default=-inf, compare=False)
 
 
 class Platform(Protocol):
