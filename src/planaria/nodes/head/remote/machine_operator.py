@@ -258,12 +258,15 @@ class MachineOperator:
     async def _standing_verdict(self, machine: MachineHandle) -> str:
         """The verdict on a machine without a node, if one was given and still holds; "": none."""
         text, given_s = self._verdicts.get(machine.facts.name, ("", 0.0))
+        was_unfit = machine.is_unfit
         if text and time.monotonic() - given_s > _VERDICT_S:
             try:
                 text = await self._ask_verdict(machine)
             except OSError as error:
                 logger.warning("the verdict on %s still counts: %s", machine.name, error)
         machine.is_unfit = bool(text)
+        if was_unfit and not machine.is_unfit:
+            self._machines.look_for_room()
         return text
 
     async def _give_back(self, node: int, machine: MachineHandle) -> None:

@@ -325,7 +325,7 @@ class Machines:
     def open_places(self, num_nodes: int) -> None:
         """Lets so many more machines run nodes at once."""
         self._places.num_max += num_nodes
-        self._look_for_room()
+        self.look_for_room()
 
     def note_shortage(self, *, is_short: bool) -> None:
         """Notes whether the job waits for any machine, also one that has lost too many nodes."""
@@ -335,19 +335,19 @@ class Machines:
         for machine in self._machines.values():
             if machine.node < 0:
                 self._note_pause(machine)
-        self._look_for_room()
+        self.look_for_room()
 
     def on_members(self, members: Members) -> None:
         """See NodeHandles. Other machines may take the places of nodes that are gone."""
         self._nodes.add_members(members)
         self._watch_leftovers()
-        self._look_for_room()
+        self.look_for_room()
 
     def on_candidates_lost(self, nodes: Collection[int]) -> None:
         """See NodeHandles. Other machines may take their places."""
         self._nodes.gone.update(nodes)
         self._watch_leftovers()
-        self._look_for_room()
+        self.look_for_room()
 
     def _watch_leftovers(self) -> None:
         """Has each node killed that is out of the job and does not end by itself, as it hangs."""
@@ -431,7 +431,7 @@ class Machines:
         """Tells that a machine gets no node for some time, and uses it afterwards."""
         if pause_s := self._places.pause_s(machine, time.monotonic()):
             self._note(f"{machine.name} lost too many nodes and gets none for {pause_s:.0f} s")
-            asyncio.get_running_loop().call_later(pause_s + 0.1, self._look_for_room)
+            asyncio.get_running_loop().call_later(pause_s + 0.1, self.look_for_room)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -464,7 +464,7 @@ class Machines:
             if machine is not None and machine.writer is writer:
                 machine.on_break()
                 self.checks.forget(machine.name)
-                asyncio.get_running_loop().call_later(self._missing_s + 0.1, self._look_for_room)
+                asyncio.get_running_loop().call_later(self._missing_s + 0.1, self.look_for_room)
                 self._note(
                     f"the connection to {machine.name} is gone"
                     + (f"; node {machine.node} may go on" if machine.node >= 0 else "")
@@ -473,9 +473,10 @@ class Machines:
 
     async def _tell_change(self) -> None:
         await self._arrivals.tell_change()
-        self._look_for_room()
+        self.look_for_room()
 
-    def _look_for_room(self) -> None:
+    def look_for_room(self) -> None:
+        """Tells the launcher if another node may be started, because a machine may be free now."""
         if self.has_room:
             self.on_free()
 
