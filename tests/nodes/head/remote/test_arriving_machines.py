@@ -21,6 +21,7 @@ from planaria.core.machine_messages import (
     JobOffered,
     JobOver,
     MachineFacts,
+    MachineReady,
     MachineRefused,
     NodeEnded,
     NodeRequested,
@@ -418,6 +419,21 @@ async def test_the_next_head_hears_how_nodes_of_the_one_before_have_ended(tmp_pa
 
         assert [ended.node for ended in head.ends] == [1]
         assert not await head.machines.wait_living((1,), timeout_s=TIMEOUT_S)
+
+
+@runs
+async def test_a_machine_whose_node_ends_as_soon_as_it_is_back_may_take_another(
+    tmp_path: Path,
+) -> None:
+    """It has no answer for the place of saves, since it had a node; it was refused for good, as one
+    that saves to another place."""
+    async with arriving_machines(tmp_path) as head:
+        line = await head.arrive(run="run", node=0)
+        line.tell(MachineReady(run="run", answer=""), NodeEnded(node=0, status=-9))
+        await wait_until(lambda: head.machines.num_ready == 1)
+        head.start(1)
+
+        assert (await line.wait(NodeRequested)).spec.node == 1
 
 
 @runs

@@ -523,7 +523,10 @@ class Machines:
             case MachineReady():
                 # It has told the ends of its nodes before: the request for this one was lost.
                 self._on_node_end(machine, NodeEnded(node=machine.missing_node, status=0))
-                self._start_task(self._check(machine, message))
+                if machine.node < 0:
+                    self._start_task(self._check(machine, message))
+                elif message.run == self.offer.run:  # It was compared before it got the node.
+                    machine.is_ready = True
             case MachineUnfit(reason):
                 self._refuse(machine, reason)
             case MachineLeaving():
@@ -536,10 +539,10 @@ class Machines:
                 self.on_injected(node)
 
     async def _check(self, machine: MachineHandle, ready: MachineReady) -> None:
-        """Lets a machine take part if it is like the others; one with a node was checked before."""
+        """Lets a machine without a node take part if it is like the others."""
         problem, verdict, is_final, writer = "", "", True, machine.writer
         try:
-            if machine.node < 0 and not (problem := await self._problem(machine, ready)):
+            if not (problem := await self._problem(machine, ready)):
                 verdict = await self.ask_verdict(machine)
         except InsufficientError as error:  # A process of it that is started anew may do better.
             verdict = str(error)
