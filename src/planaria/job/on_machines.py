@@ -32,7 +32,7 @@ from planaria.job.lost_heads import (
     reachable_addresses,
 )
 from planaria.job.machine_kinds import of_fastest_kind, with_measured_links, with_memory_limit
-from planaria.job.places import check_not_done, find_start
+from planaria.job.places import check_not_done, find_start, look_in_time, wait_released
 from planaria.job.planning import cache_directory, given_profile, mistake_error
 from planaria.job.user_sources import user_sources
 from planaria.nodes.head.journal_place import is_in_use, left_directories
@@ -102,6 +102,30 @@ class LeftRun:
 
     directory: Path
     record: RunRecord
+
+
+def look_for_left_run(
+    config: JobConfig,
+    listening: Listening | None,
+    *,
+    state: str,
+    resume: bool,
+    injections: Sequence[Injection],
+    note: Callable[[str], None],
+) -> LeftRun | None:
+    """See `find_left_run`; a head whose machine may have died is waited for if the job may go on.
+
+    Args:
+        note: shows the user a text.
+
+    Raises:
+        ConfigError: the same; or the disk does not answer, or a job on another machine keeps the
+            lock of the saves.
+    """
+    if resume or (listening is not None and listening.reattaches):
+        wait_released(config, note=note)
+    find = partial(find_left_run, config, listening, state=state, resume=resume)
+    return look_in_time(config, partial(find, injections=injections), state=state)
 
 
 def find_left_run(

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from planaria.checkpoint.disk.claim import claim
+from planaria.checkpoint.disk.claim import claim, distant_holder
 from planaria.checkpoint.disk.storage import Storage, is_url, may_pass
 from planaria.checkpoint.disk.tiers import (
     UNPUBLISHED,
@@ -33,6 +35,9 @@ from planaria.job.save_facts import differences, fingerprint
 from planaria.nodes.head.journal_place import journal_place, other_journal_place
 
 logger = logging.getLogger(__name__)
+
+_RELEASE_S: Final = 120.0  # NFS keeps the locks of a machine that has died for 90 s.
+_RELEASE_PAUSE_S: Final = 1.0
 
 Answer = TypeVar("Answer")
 
@@ -73,6 +78,42 @@ def look_in_time(config: JobConfig, look: Callable[[], Answer], *, state: str) -
     with _answering_in_time(config):
         where, timeout_s = _where(config, state), config.checkpoint.timeout_s
         return answer_in_time(look, where=where, timeout_s=timeout_s)
+
+
+def wait_released(config: JobConfig, *, note: Callable[[str], None]) -> None:
+    """Waits while a job on another machine has the lock of the saves, for two minutes at most.
+
+    That machine may have died with the head: a file server keeps its lock for a while then.
+
+    Args:
+        note: shows the user a text if there is such a job.
+
+    Raises:
+        ConfigError: it still has the lock, but may have lost it by the next try; or the disk does
+            not answer.
+    """
+    directory = config.checkpoint.directory
+    if is_url(directory):
+        return
+    look = partial(distant_holder, Path(directory))
+    end_s, shown = time.monotonic() + _RELEASE_S, ""
+    while True:
+        with _answering_in_time(config):
+            timeout_s = config.checkpoint.timeout_s
+            holder = answer_in_time(look, where=directory, timeout_s=timeout_s)
+        if not holder:
+            return
+        if time.monotonic() >= end_s:
+            remedy = f"{holder} saves there; wait until it has ended, or name another directory"
+            late = LateError(f"the lock was not released within {_RELEASE_S:.0f} s")
+            raise ConfigError("checkpoint.directory", directory, remedy) from late
+        if holder != shown:
+            note(
+                f"{holder} saves in {directory}; waiting up to {_RELEASE_S:.0f} s for its lock, "
+                "which a file server keeps for a while where a machine has died"
+            )
+            shown = holder
+        time.sleep(_RELEASE_PAUSE_S)
 
 
 def _where(config: JobConfig, state: str) -> str:

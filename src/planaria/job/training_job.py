@@ -41,13 +41,13 @@ from planaria.job.on_machines import (
     LeftRun,
     Listening,
     begin_kinds,
-    find_left_run,
+    look_for_left_run,
     new_run,
     note_kept,
     open_head,
     take_up,
 )
-from planaria.job.places import find_start, look_in_time, open_journal, other_journal
+from planaria.job.places import find_start, open_journal, other_journal
 from planaria.job.planning import (
     Planned,
     cache_directory,
@@ -368,8 +368,8 @@ class Job:
     def _begin(self, held: ExitStack, display: Display, options: _RunOptions) -> _Begun:
         """Does what precedes planning; `held` holds what is opened for the run."""
         config, listening, state = self.config, options.listening, options.state
-        find = partial(find_left_run, config, listening, state=state, resume=options.resume)
-        left_run = look_in_time(config, partial(find, injections=options.injections), state=state)
+        look = partial(look_for_left_run, config, listening, state=state, note=display.note)
+        left_run = look(resume=options.resume, injections=options.injections)
         if listening is not None:
             return self._begin_on_machines(held, display, options, listening, left_run)
         journal = open_journal(held, config, state=state, note=display.note)
@@ -415,10 +415,9 @@ class Job:
         log = head.machines.node_log = NodeLog(Path(journal), holder=name)
         held.callback(log.close)
         head.run_place = record.parts
-        machines = head.machines.reserve(range(record.job.cluster.nodes))
         return _Begun(
-            *(record.job, record.prepared, Start(record.resumed, record.epoch), journal),
-            *(running, head, machines, record),
+            *(record.job, record.prepared, Start(record.resumed, record.epoch), journal, running),
+            *(head, head.machines.reserve(range(record.job.cluster.nodes)), record),
         )
 
     @contextmanager

@@ -1,14 +1,15 @@
 """Keeps a directory of saves to one job at a time: a job's launcher claims it while the job runs.
 
-    {directory}/.job.lock       locked by the launcher; its text names the job and the claim
+    {directory}/.job.lock       locked by the launcher; its text names the job, the claim, and the
+                                clock of the launcher's machine
 
 The kernel releases the lock (flock) when the process ends, however that ends, so a job that was
-killed can be resumed at once. Nodes and the coordinator of a job claim nothing: they start after
-their launcher, wherever they run, and end with it. When the job ends, the file is removed, and so
-are directories that were made for it if nothing was saved there. Where locks do not keep other
-machines out, a job whose machine was cut off may end after another one has claimed the directory:
-the file stays then. A save is complete only by a hard
-link (storage.py), so a file system without them is refused.
+killed can be resumed at once. If its machine has died, a file server keeps the lock for a while: 90
+s with NFS. Nodes and the coordinator of a job claim nothing: they start after their launcher,
+wherever they run, and end with it. When the job ends, the file is removed, and so are directories
+that were made for it if nothing was saved there. Where locks do not keep other machines out, a job
+whose machine was cut off may end after another one has claimed the directory: the file stays then.
+A save is complete only by a hard link (storage.py), so a file system without them is refused.
 
 An object store has no lock that is released when its holder dies, so a URL is not claimed;
 docs/ASSUMPTIONS.md says what two jobs do to each other there.
@@ -25,12 +26,14 @@ from typing import Final
 
 from planaria.checkpoint.disk.storage import NO_LINKS, is_url, make_directory
 from planaria.errors import ConfigError
+from planaria.transport.timekeeping import clock_name
 
 _FILE: Final = ".job.lock"  # No save has such a name: theirs begin with a letter or digit.
 _PROBE: Final = ".job.probe"
 # Each try can fail because a job ends and removes the file while it is being opened.
 _TRIES_MAX: Final = 100
-_HOLDER_BYTES_MAX: Final = 300
+_TEXT_BYTES_MAX: Final = 1000
+_CLOCK: Final = 2  # The line that names the clock.
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None
         descriptor = _lock_file(directory, note)
         cleanup.callback(os.close, descriptor)
         holder = f"job {job!r} (process {os.getpid()} on {socket.gethostname()})"
-        text = f"{holder}\n{secrets.token_hex(8)}\n".encode()
+        text = f"{holder}\n{secrets.token_hex(8)}\n{clock_name()}\n".encode()
         cleanup.callback(_remove_file, directory, text)
         _write_text(descriptor, text)
         _check_links(directory)
@@ -65,19 +68,37 @@ def claim(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[None
 
 def is_claimed(directory: Path) -> bool:
     """Whether a job that runs saves in a directory; False where there are no locks."""
+    return _locked_text(directory) is not None
+
+
+def distant_holder(directory: Path) -> str:
+    """The job that has claimed a directory from another machine, in words; "": none has.
+
+    That machine may have died, or have been started anew, and the file server not have noticed.
+    """
+    lines = (_locked_text(directory) or "").split("\n")
+    return lines[0] if len(lines) > _CLOCK and lines[_CLOCK] not in ("", clock_name()) else ""
+
+
+def _locked_text(directory: Path) -> str | None:
+    """The text of the lock file of a job that runs; None: no job does, or there are no locks."""
     try:
         descriptor = os.open(directory / _FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return _text_of(descriptor)
     except OSError:
-        return False
+        return None
     finally:
         os.close(descriptor)
-    return False
+    return None
+
+
+def _text_of(descriptor: int) -> str:
+    return os.pread(descriptor, _TEXT_BYTES_MAX, 0).decode(errors="replace")
 
 
 def _check_writable(directory: Path) -> None:
@@ -101,8 +122,7 @@ def _lock_file(directory: Path, note: Callable[[str], None]) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
-            holder = text.partition("\n")[0].strip()
+            holder = _text_of(descriptor).partition("\n")[0].strip()
             os.close(descriptor)
             remedy = f"{holder or 'another job'} saves there; wait until it has ended, or name "
             raise _mistake(directory, remedy + "another directory") from error
