@@ -1,7 +1,9 @@
 """The user's modules on a machine that joins: where they are written, and what is refused."""
 
+import fcntl
 import os
 import signal
+import socket
 import tempfile
 from hashlib import sha256
 from pathlib import Path
@@ -89,3 +91,17 @@ def test_the_modules_of_a_killed_agent_are_removed_by_the_next_one(
             assert set(tmp_path.iterdir()) == {living, next_one}
 
     assert not list(tmp_path.iterdir())
+
+
+def test_the_modules_of_another_machine_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines may share a temporary directory whose locks each of them has for itself."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "machine-1")
+    with modules_directory() as living:
+        os.utime(living, (0, 0))
+        monkeypatch.setattr(socket, "gethostname", lambda: "machine-11")
+        with modules_directory():
+            assert living.exists()

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -17,11 +18,11 @@ from typing import Final
 
 from planaria.core.machine_messages import SOURCES_BYTES_MAX, JobOffered, MachineReady, SourceFile
 from planaria.nodes.daemon_threads import answer_of_thread
+from planaria.nodes.head.user_files import plain_name
 from planaria.nodes.input_files import input_digests
 from planaria.nodes.shared_saves import answer_mark, remove_answer
 
 _REMOVE_TIMEOUT_S: Final = 2.0
-_MODULES: Final = "planaria-modules-"
 _UNLOCKED_S: Final = 60.0  # An agent locks its directory right after it has made it.
 
 
@@ -77,12 +78,14 @@ def modules_directory() -> Iterator[Path]:
 
     An agent that is killed cannot remove its directory, so the next one on the machine does. Each
     is locked by its agent, and the kernel releases the lock when the agent ends, however that ends.
+    Machines may share a temporary directory without its locks, so each has names of its own.
 
     Raises:
         OSError: there is no room for it.
     """
-    _remove_left_directories()
-    with tempfile.TemporaryDirectory(prefix=_MODULES, ignore_cleanup_errors=True) as name:
+    prefix = f"planaria-modules-{plain_name(socket.gethostname())}-"
+    _remove_left_directories(prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(OSError):  # Not all file systems have locks.
@@ -92,9 +95,9 @@ def modules_directory() -> Iterator[Path]:
             os.close(fd)
 
 
-def _remove_left_directories() -> None:
+def _remove_left_directories(prefix: str) -> None:
     """Removes the directories that agents of this user have left, as far as that can be done."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_MODULES}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

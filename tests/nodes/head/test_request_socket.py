@@ -111,7 +111,7 @@ def test_a_job_is_asked_elsewhere_where_a_directory_will_not_do(
     found: list[Path] = []
 
     assert job_answer(prepare=lambda: found.extend(sockets(runtime.parent))) == "heard by 'job'"
-    assert [path.parent.name for path in found] == [f"planaria-{os.getuid()}"]
+    assert [path.parent.parent.name for path in found] == ["tmp"]
     assert [path.lstat().st_mode for path in runtime.rglob("*")] == before
 
 
@@ -224,6 +224,25 @@ def test_a_launcher_removes_what_killed_ones_have_left(runtime: Path) -> None:
 
     assert found == [[f"job-{os.getpid()}.sock"]]
     assert os.listdir(directory) == []
+
+
+def test_a_launcher_keeps_the_sockets_of_another_machine(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines may share a temporary directory, and those that listen elsewhere look dead here."""
+    runtime.rmdir()
+    found: list[Path] = []
+
+    def leave_socket() -> None:
+        found.extend(sockets(tmp_path / "tmp"))
+        found[0].rename(found[0].with_name("other-7.sock"))
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "machine-1")
+    job_answer(prepare=leave_socket)
+    monkeypatch.setattr(socket, "gethostname", lambda: "machine-2")
+    job_answer()
+
+    assert [path.name for path in sockets(tmp_path / "tmp")] == ["other-7.sock"]
 
 
 def test_jobs_of_one_name_are_told_apart_by_their_processes(runtime: Path) -> None:

@@ -212,15 +212,17 @@ def _unlink(name: str, directory: int) -> None:
 
 def socket_directories() -> tuple[Path, ...]:
     """The directories in which the sockets may be, the preferred one first."""
-    uid, environment = os.getuid(), os.environ
+    environment = os.environ
+    # Machines may share a temporary or a home directory, but a socket is reachable on one machine
+    # only, and looks on others as if a killed launcher had left it.
+    uid, machine = os.getuid(), plain_name(socket.gethostname())
     runtime = (environment.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}")
     temporary = (environment.get("TMPDIR", ""), "/tmp")
     state = state_directory()
     paths = (
         *(Path(base, "planaria") for base in runtime),
-        *(Path(base, f"planaria-{uid}") for base in temporary),
-        # Machines may share a home directory, but a socket is reachable on one machine only.
-        *([state / f"desk-{socket.gethostname()}"] if state else []),
+        *(Path(base, f"planaria-{uid}-{machine}") for base in temporary),
+        *([state / f"desk-{machine}"] if state else []),
     )
     return tuple(dict.fromkeys(path for path in paths if path.is_absolute()))
 
