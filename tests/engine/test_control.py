@@ -151,7 +151,9 @@ def test_a_sigterm_is_a_notice_that_the_node_will_be_taken_away(agent: Agent) ->
 
     assert agent.messages(1) == [NoticeTaken(node=0, rank=0, after_s=30.0)]
     agent.socket.sendall(frame(SaveLayers(epoch=0, iteration=1, layers={})))
-    assert agent.messages(1)
+    (told,) = agent.messages(1)
+    assert isinstance(told, WorkerFailed), told
+    assert told.blame == "node"
 
 
 def test_a_sigterm_to_a_child_of_the_job_ends_it_and_is_no_notice(parent: Agent) -> None:

@@ -37,7 +37,7 @@ from planaria.core.specs import NodeSpec
 from planaria.engine import process
 from planaria.engine.comm.host import HostComm, send_tensor
 from planaria.engine.stage import RankStage
-from planaria.errors import ConfigError, PeerLostError
+from planaria.errors import ConfigError, DivergedError, PeerLostError
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -247,6 +247,34 @@ def test_what_is_raised_in_an_epoch_that_is_over_is_no_mistake_of_the_job(
     assert len(alone.line.of(PeerUnreachable)) == is_lost
 
 
+def _lose_a_child(*_: object, **__: object) -> None:
+    raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly")
+
+
+def _diverge(*_: object, **__: object) -> None:
+    raise DivergedError("loss", "nan", "lower training.learning_rate")
+
+
+@pytest.mark.parametrize(("raises", "blame"), [(_lose_a_child, "node"), (_diverge, "job")])
+def test_what_is_raised_on_a_node_that_will_be_taken_away_is_no_mistake_of_the_job(
+    raises: Callable[..., None],
+    blame: str,
+    alone: Served,
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A SIGTERM to all processes of a machine ends those that code of the job has forked, and that
+    code raises: the whole job ended. All ranks alike find that training diverges."""
+    monkeypatch.setattr(RankStage, "forward", raises)
+    disk.may_write.set()
+    alone.line.is_noticed = True
+    alone.line.give(alone.start(ALONE))
+    (failed,) = alone.line.wait_told(WorkerFailed)
+
+    assert isinstance(failed, WorkerFailed)
+    assert failed.blame == blame
+
+
 def test_the_end_of_an_epoch_frees_the_thread_that_reduces(alone: Served) -> None:
     """It may wait in a group of NCCL, which no link and no order of the epoch ends any more."""
     is_aborted = threading.Event()
@@ -331,7 +359,7 @@ def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
         """A worker that cannot read what others can."""
 
         def __init__(self, *_: object) -> None:
-            self.send = told.append
+            self.send, self.is_noticed = told.append, False
 
         def run(self, _: object) -> None:
             raise OSError("Input/output error")
@@ -360,7 +388,7 @@ def test_a_worker_has_its_device_before_it_beats(monkeypatch: pytest.MonkeyPatch
 
         def __init__(self, *_: object, **__: object) -> None:
             told.append("beats")
-            self.send = told.append
+            self.send, self.is_noticed = told.append, False
 
     def fail(*_: object, **__: object) -> None:
         told.append("device")

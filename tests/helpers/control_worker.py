@@ -6,8 +6,11 @@ import threading
 import time
 from typing import cast
 
+import msgspec
+
 from planaria.core.messages import (
     Abort,
+    Blame,
     EpochReady,
     LayersSaved,
     NoticeTaken,
@@ -40,7 +43,8 @@ class _Comm:
 def serve(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
     """Sends what its threads have to tell, once its comm is open; then echoes orders.
 
-    It sends the name of each order, and whether it is asked to stop. To an abort it answers how
+    It sends the name of each order, whether it is asked to stop, and as the blame whether it has
+    been told that its node will be taken away. To an abort it answers how
     many epochs, of those up to the new one, cannot be begun any more; to a save, once it has beat.
     It ends with its agent or its job.
     """
@@ -66,7 +70,9 @@ def serve(_: bytes, agent_fd: int, lifeline_fd: int, stderr_fd: int) -> None:
         if isinstance(order, SaveLayers):
             _wait_beat(pulse)
         stop = control.line.stop_requested
-        control.send(WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__))
+        failed = WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__)
+        blame: Blame = "node" if control.is_noticed else "job"
+        control.send(msgspec.structs.replace(failed, blame=blame))
     threading.Event().wait()
 
 

@@ -27,6 +27,7 @@ class Line:
     """A worker's line to its agent, without the agent; see engine/control.py.
 
     Attributes:
+        is_noticed: whether the worker has got a SIGTERM.
         told: what the worker has said.
         on_look: is called whenever the worker looks whether an epoch is over.
     """
@@ -34,6 +35,7 @@ class Line:
     def __init__(self, links: Links) -> None:
         self.line = worker_state.MessageSummary()
         self.comm = None
+        self.is_noticed = False
         self.told: list[Message] = []
         self.on_look: Callable[[], object] = lambda: None
         self._links = links

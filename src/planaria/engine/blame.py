@@ -40,13 +40,24 @@ def blame_of(error: BaseException) -> Blame:
 
 
 def failure_of(
-    error: BaseException, spec: NodeSpec, *, pid: int, epoch: int, layers: tuple[int, int]
+    error: BaseException,
+    spec: NodeSpec,
+    *,
+    pid: int,
+    epoch: int,
+    layers: tuple[int, int],
+    is_noticed: bool = False,
 ) -> WorkerFailed:
     """The message that reports an exception to the coordinator.
 
     Args:
         layers: first and end of the layers that were being computed; both 0: none.
+        is_noticed: whether the node will be taken away. What the job's code says then may come of
+            that, and is no mistake of the job; that training diverges is found by all ranks.
     """
+    has_diverged, blame = isinstance(error, DivergedError), blame_of(error)
+    if is_noticed and blame == "job" and not has_diverged:
+        blame = "node"
     first_layer, end_layer = layers
     message = " ".join(text_of(error).split())[:_MESSAGE_MAX]
     return WorkerFailed(
@@ -55,12 +66,12 @@ def failure_of(
         traceback=user_traceback(error),
         pid=pid,
         epoch=epoch,
-        blame=blame_of(error),
+        blame=blame,
         raised=Raised(
             error=_name(error), message=message, first_layer=first_layer, end_layer=end_layer
         ),
         mistake=mistake_of(error) if isinstance(error, ConfigError) else None,
-        has_diverged=isinstance(error, DivergedError),
+        has_diverged=has_diverged,
     )
 
 

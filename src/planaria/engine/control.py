@@ -41,6 +41,8 @@ class Control:
 
     Attributes:
         comm: the comm of the epoch, which an `Abort` of that epoch aborts, too; None: none is open.
+        is_noticed: whether SIGTERM has come, which also ends processes that code of the job has
+            forked where all processes of the machine get it.
         line: summary of all orders that have arrived, also of those that wait for their turn.
     """
 
@@ -56,6 +58,7 @@ class Control:
     ) -> None:
         self.line = MessageSummary()
         self.comm: DeviceComm | None = None
+        self.is_noticed = False
         self._socket = socket.socket(fileno=agent_fd)
         self._lifeline_fd = lifeline_fd
         self._lock = threading.Lock()
@@ -66,7 +69,7 @@ class Control:
         self._notice = notice
         self._signal_fd, wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Python runs signal handlers in the main thread, which may be busy in a torch kernel.
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
         # A child that code of the job forks is no rank. SIGTERM ends it: `terminate` of
         # multiprocessing sends it, and then waits for the child.
@@ -94,6 +97,9 @@ class Control:
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
         return self._orders.get()
+
+    def _on_sigterm(self, *_: object) -> None:
+        self.is_noticed = True
 
     def _block_sigterm(self) -> None:
         """Keeps the SIGTERM of a child that is forked now until it is the child's own."""

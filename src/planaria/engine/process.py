@@ -66,7 +66,10 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
         worker.run(device)
         return
     except (Exception, SystemExit) as error:
-        failure = failure_of(error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0))
+        is_noticed = control.is_noticed
+        failure = failure_of(
+            error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0), is_noticed=is_noticed
+        )
         control.send(failure)
         if failure.blame != "job":  # A new process may succeed.
             return

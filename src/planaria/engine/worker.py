@@ -221,6 +221,7 @@ class Worker:
                 pid=os.getpid(),
                 epoch=self._state.epoch,
                 layers=self._pulse.layers,
+                is_noticed=self._control.is_noticed,
             )
             self._pulse.become_idle()
             self._control.send(failure)
