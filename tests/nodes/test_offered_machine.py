@@ -36,9 +36,9 @@ from planaria.core.machine_messages import (
 )
 from planaria.core.specs import PrepareRequest
 from planaria.errors import ConfigError
-from planaria.nodes import forking, known_heads, machine, machine_node
+from planaria.nodes import forking, known_heads, machine, machine_files, machine_node
 from planaria.nodes.forking import RENEWALS_MAX
-from planaria.nodes.machine import EXIT_UNFINISHED
+from planaria.nodes.machine import EXIT_AGAIN, EXIT_UNFINISHED
 from planaria.nodes.part_reports import STATUS_SAVED
 from planaria.transport.credentials import make_credentials
 from planaria.transport.head_search import connect_first
@@ -296,8 +296,31 @@ async def test_a_machine_whose_disk_is_full_says_so(
 
         reason = (await line.wait(MachineUnfit)).reason
         assert "No space left on device: 'models.py'; make room" in reason
-        with pytest.raises(ConfigError, match="No space left on device"):
-            await running
+        assert await running == EXIT_AGAIN
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
+@runs
+async def test_a_machine_may_come_again_if_its_files_may_be_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A file server that was started anew while they were read ended the machine for good."""
+
+    def refuse(*_: object, **__: object) -> dict[str, str]:
+        error = OSError(number, os.strerror(number), "data.bin")
+        raise ConfigError("data.path", "data.bin", f"it cannot be read here: {error}") from error
+
+    monkeypatch.setattr(machine_files, "input_digests", refuse)
+    async with offered_machine(tmp_path, monkeypatch, job=JOB) as (made, running):
+        line = await made.head.next_line()
+        line.tell(made.offer())
+
+        assert os.strerror(number) in (await line.wait(MachineUnfit)).reason
+        if number == errno.ESTALE:
+            assert await running == EXIT_AGAIN
+        else:
+            with pytest.raises(ConfigError, match=os.strerror(number)):
+                await running
 
 
 @runs

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import msgspec
 
+from planaria.checkpoint.disk.storage import may_pass
 from planaria.core.job import JobConfig
 from planaria.core.machine_messages import (
     PROTOCOL,
@@ -382,11 +383,9 @@ class _Machine:
             self._end_preparing()
             await self._node.save_and_end()
             try:
-                if reason := await self._open_server(offer):
-                    self._refuse(reason)
-                    return
-            except OSError as error:  # Processes or memory may be had again.
-                self._on_failure(str(error))
+                await self._open_server(offer)
+            except (ConfigError, OSError) as error:  # Processes or memory may be had again.
+                self._refuse(error)
                 return
             self._offer = offer
             self._heads.look_at(offer.job.checkpoint.directory)
@@ -402,12 +401,9 @@ class _Machine:
                 return
             try:
                 ready = await self._files.ready(offer)
-            except ConfigError as error:
-                self._refuse(str(error))
-                return
-            except (CheckpointError, MemoryError, OSError) as error:
+            except (CheckpointError, ConfigError, MemoryError, OSError) as error:
                 # The place of saves may answer later, or threads be had again.
-                self._on_failure(str(error))
+                self._refuse(error)
                 return
         # A node that runs needs no fork server.
         if self._node.number < 0 and (failure := await self._node.wait_ready()):
@@ -417,23 +413,27 @@ class _Machine:
             self._tell(ended)
         self._tell(MachineLeaving() if self._is_leaving else ready)
 
-    def _refuse(self, reason: str) -> None:
-        """Tells the head and the user that this machine cannot take part, and ends."""
-        self._tell(MachineUnfit(reason))
-        self._refusal = reason
+    def _refuse(self, error: Exception) -> None:
+        """Says why this machine cannot take part, and ends; for good if it is a lasting mistake."""
+        if not isinstance(error, ConfigError) or may_pass(error):
+            self._on_failure(str(error))
+            return
+        self._refusal = str(error)
+        self._tell(MachineUnfit(self._refusal))
         if self._writer is not None:
             self._writer.close()
 
-    async def _open_server(self, offer: JobOffered) -> str:
+    async def _open_server(self, offer: JobOffered) -> None:
         """Starts a fork server for a job, unless that of the job before it will do.
 
-        Returns:
-            Why there can be none, and what to do; "": there is one.
+        Raises:
+            ConfigError: the job's modules cannot be used, or be kept here.
+            OSError: no process can be started.
         """
         digests = tuple((source.path, source.sha256) for source in offer.sources)
         imports = (offer.job.model.kind, str(offer.job.model.config.get("model_type")), digests)
         if self._imports == imports and not self._spec.has_code:
-            return ""
+            return
         await self._node.close()
         self._imports = None
         self._modules.close()
@@ -441,16 +441,16 @@ class _Machine:
             directory = self._modules.enter_context(modules_directory())
             sources, has_code = offer.sources, self._spec.has_code
             if reason := unpack_sources(sources, directory, has_code=has_code):
-                return reason
+                raise ConfigError("", "", reason)
         except OSError as error:
-            return f"the job's modules cannot be kept here: {error}; make room, or set TMPDIR"
+            remedy = f"the job's modules cannot be kept here: {error}; make room, or set TMPDIR"
+            raise ConfigError("", "", remedy) from error
         try:
             server = self._spec.server(offer.job, () if has_code else (str(directory),))
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
             raise OSError(f"no fork server can be started here: {error}") from error
         self._node.open(server, self._spec.note)
         self._imports = imports
-        return ""
 
     async def _prepare(self, question: PrepareRequested) -> None:
         if failure := await self._node.wait_ready():
