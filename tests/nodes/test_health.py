@@ -115,6 +115,17 @@ def test_the_users_own_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch)
     assert checked("exec sleep 60") == "cluster.health_check has not ended within 0.05 s"
 
 
+def test_the_devices_of_a_node_are_examined_without_a_temporary_directory(
+    tmp_path: Path, devices: pytest.MonkeyPatch
+) -> None:
+    """A node may have filled it. Any failure of a worker made such a machine unfit."""
+    (tmp_path / "tmp").rmdir()
+    devices.setenv("DEVICES", json.dumps([{}, {}]))
+    job = replace(GPU, cluster=replace(GPU.cluster, health_check="echo all is well"))
+
+    assert health_problem(job, has_node=True) == ""
+
+
 @pytest.mark.parametrize(
     ("there", "found"),
     [

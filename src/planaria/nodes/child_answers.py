@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -110,7 +109,11 @@ def program_result(
         TimeoutError: it has not ended in time.
         OSError: it cannot be started.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    # In memory: a full disk says nothing of what the program has to say.
+    with (
+        os.fdopen(os.memfd_create("output"), "rb") as output,
+        os.fdopen(os.memfd_create("errors"), "rb") as errors,
+    ):
         process = subprocess.Popen(
             words,
             env=None if environment is None else dict(environment),
