@@ -92,6 +92,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a latency is 0 s or more": _in_link(latency_s=-1),
     "a bandwidth above 0": _in_link(bandwidth_bytes_per_s=0),
     "tied names layers": lambda data: data.update(tied=[{"layers": [0, 2], "parameter_bytes": 8}]),
+    r"tied names layers \(\)": lambda data: data.update(
+        tied=[{"layers": [], "parameter_bytes": 8}]
+    ),
 }
 
 

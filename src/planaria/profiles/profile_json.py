@@ -48,7 +48,8 @@ def decode_profile(data: bytes, *, source: str) -> ModelProfile:
         if contradiction:
             raise ConfigError("profile", source, f"layer {layer.name}: {contradiction}")
     for tied in profile.tied:
-        if tied.parameter_bytes < 0 or not set(tied.layers) <= set(range(len(profile.layers))):
+        is_known = set(tied.layers) <= set(range(len(profile.layers)))
+        if tied.parameter_bytes < 0 or not tied.layers or not is_known:
             remedy = (
                 f"tied names layers {tied.layers}, and the profile has {len(profile.layers)} "
                 "layers, numbered from 0"
