@@ -4,7 +4,7 @@ Every node reads the job's data and its model's weights from its own machine. Wi
 it would train on other samples, silently. So each machine tells the digest of what it has, and the
 head compares them. The profile of a job is not compared, because it travels with the job.
 
-    {cache}/inputs/{digest of path, size and time}      digest of the contents of a file
+    {cache}/inputs/{digest of path, size and times}     digest of the contents of a file
 
 Files may have terabytes, so the digest of each is kept in the cache. A file that was changed within
 the last two seconds is not kept there: another change might leave its size and time as they are.
@@ -199,5 +199,8 @@ def _is_settled(before: os.stat_result, after: os.stat_result) -> bool:
 
 
 def _cache_name(file: Path, status: os.stat_result) -> str:
-    text = f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}"
+    # Machines may share a cache. Files of each machine's own are told apart by when they came into
+    # being there: a copy keeps its time of modification alone. One that all share is the same.
+    times = f"{status.st_mtime_ns}\0{status.st_ctime_ns}"
+    text = f"{file.absolute()}\0{status.st_size}\0{times}"
     return xxhash.xxh3_128_hexdigest(os.fsencode(text))
