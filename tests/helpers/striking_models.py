@@ -7,11 +7,14 @@ place is struck, as often as is said; which that is, is in a file beside it.
 import os
 import resource
 import signal
+import time
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -99,6 +102,39 @@ class _StrikingPoints:
 def points() -> _StrikingPoints:
     """The data that may not be readable."""
     return _StrikingPoints()
+
+
+def _wait_group() -> None:
+    leader = Path(f"/proc/{os.getpgrp()}")
+    while leader.exists():
+        time.sleep(0.05)
+
+
+def forking_points() -> _StrikingPoints:
+    """The data, with a process that helps and, like a pool's, does not end with its rank."""
+    helper = get_context("fork").Process(target=_wait_group, daemon=True)
+    helper.start()
+    path = Path(os.environ.get("STRIKE_FILE", "/nowhere"))
+    if path.parent.exists():
+        path.with_suffix(f".{helper.pid}.helper").touch()
+    return _StrikingPoints()
+
+
+def living_helpers(path: Path) -> list[int]:
+    """The helpers on the node that was struck.
+
+    Args:
+        path: file with the strike.
+    """
+    victim = int(path.with_suffix(".victim").read_text())
+    helpers = []
+    for each in path.parent.glob("*.helper"):
+        pid = int(each.suffixes[-2][1:])
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            is_dead = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            if os.getpgid(pid) == victim and not is_dead:
+                helpers.append(pid)
+    return helpers
 
 
 class _GrowingPoints(_StrikingPoints):

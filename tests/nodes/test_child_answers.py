@@ -7,17 +7,21 @@ import signal
 import socket
 from collections.abc import Callable
 
+import psutil
 import pytest
 
+from helpers.command import wait_for
 from helpers.heads import runs
 from helpers.tasks import settle, wait_until
 from planaria.nodes import child_answers
 from planaria.nodes.child_answers import (
     answer_of_child,
     fork_answer,
+    kill_holders,
     program_result,
     wait_exit,
 )
+from planaria.nodes.forkserver import close_others
 
 
 def test_the_status_of_a_child_is_told() -> None:
@@ -75,6 +79,57 @@ async def test_a_notice_ends_no_child_but_programs_that_it_starts(number: signal
         return b"%d" % program_result(words, timeout_s=10.0)[0]
 
     assert await answer_of_child(answer, timeout_s=20.0) == b"%d" % -number
+
+
+def test_what_an_ended_child_has_forked_is_killed_and_nothing_else() -> None:
+    """It lived on until the end of the node, and kept its memory: one more with each crash."""
+    files = [os.memfd_create("stack") for _ in range(2)]
+    lefts = [_leave_process(file) for file in files]
+    child = _leave_child(files[0])
+    kill_holders(files[0])
+    try:
+        wait_for(lambda: _is_dead(lefts[0]), what="the end of what was forked")
+        assert not any(map(_is_dead, (lefts[1], child)))
+    finally:
+        for process in (*lefts, child):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        os.waitpid(child.pid, 0)
+        for file in files:
+            os.close(file)
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _leave_process(file: int) -> psutil.Process:
+    """A process whose parent, which has that file alone, has ended."""
+    own, other = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        close_others({file, other})
+        left = os.fork()
+        if left == 0:
+            _wait()
+        os.write(other, b"%d" % left)
+        os._exit(0)
+    os.waitpid(parent, 0)
+    left = int(os.read(own, 100))
+    os.close(own)
+    os.close(other)
+    return psutil.Process(left)
+
+
+def _leave_child(file: int) -> psutil.Process:
+    """A child that is about to close that file."""
+    pid = os.fork()
+    if pid == 0:
+        close_others({file})
+        _wait()
+    return psutil.Process(pid)
 
 
 def _wait() -> bytes:

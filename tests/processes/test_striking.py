@@ -8,7 +8,7 @@ import pytest
 
 from helpers.chaos import long_but_the_first
 from helpers.jobs import tiny_job, with_profile
-from helpers.striking_models import Strike
+from helpers.striking_models import Strike, living_helpers
 from planaria.errors import ConfigError, TrainingError
 from planaria.job.training_job import Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -132,6 +132,33 @@ def test_a_node_with_bus_errors_is_evicted(
     ]
     assert all(4 in event.layers for event in events)
     assert len(result.report.final.nodes) == 2
+
+
+class _Counting(SilentDisplay):
+    """Has a node struck, and counts the helpers there when all is trained."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._striking = _Striking(path, Strike(what="bus", times=1))
+        self.num_helpers = 0
+
+    def show_iteration(self, record: IterationRecord) -> None:
+        self._striking.show_iteration(record)
+        if record.iteration == ITERATIONS - 1:
+            self.num_helpers = len(living_helpers(self._path))
+
+
+def test_what_a_crashed_worker_has_forked_ends_with_it(
+    server: ForkServer, strike_file: Path, tmp_path: Path, calm: TrainingResult
+) -> None:
+    """Each crash left processes of the data set behind, with their memory, until the job ended."""
+    display = _Counting(strike_file)
+    data = "helpers.striking_models:forking_points"
+    result = job(tmp_path, server, data=data).run(server=server, display=display)
+
+    assert_as_calm(result, calm)
+    assert [event.error for event in crashes(result)] == ["SIGBUS"]
+    assert display.num_helpers == 1
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 An agent leads a process group of its own, which its workers join, so that killing the group is the
 same as losing the node. It is single-threaded and forks workers directly. It forwards the workers'
-messages to the coordinator, and the coordinator's orders to all workers. A worker that ends is
-replaced by a new one. A worker that makes no progress is killed first, and its Python stacks are
-sent to the coordinator.
+messages to the coordinator, and the coordinator's orders to all workers. A worker that ends, with
+what it has forked, is replaced. One without progress is killed first, and its stacks are reported.
 
 SIGTERM, SIGUSR1 or a source of notices (notices.py) tells the agent that the node will be taken
 away. It reports that, and the node is planned out.
@@ -58,7 +57,7 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
-from planaria.nodes.child_answers import answer_of_child, wait_exit
+from planaria.nodes.child_answers import answer_of_child, kill_holders, wait_exit
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.health import EXAMINATION_S, health_problem
@@ -566,6 +565,7 @@ class _Agent:
             )
             if worker.writer is not None:
                 worker.writer.close()
+            kill_holders(worker.pulse.stack_fd)
             worker.pulse.close()
             if self._parts is not None:
                 self._parts.add_exit(worker.rank)

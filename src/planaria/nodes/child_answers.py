@@ -1,4 +1,7 @@
-"""Answers of child processes that are forked for one question, by processes without threads."""
+"""Child processes: the answers of those that are forked for one question, and how they end.
+
+They are forked by processes without threads.
+"""
 
 import asyncio
 import contextlib
@@ -8,7 +11,10 @@ import socket
 import subprocess
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
+
+import psutil
 
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.output import flush_own
@@ -96,6 +102,35 @@ def _exit_status(pid: int) -> asyncio.Future[int]:
 
     loop.add_reader(pidfd, reap)
     return status
+
+
+def kill_holders(fd: int) -> None:
+    """Kills the processes of this group that have a file open, but for this one and its children.
+
+    So nothing that an ended child has forked lives on and keeps memory, and what other children
+    have forked does. Programs that it has started are not killed: they have closed the file.
+
+    Args:
+        fd: file in memory of this process and of that child alone.
+    """
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):  # It may end meanwhile.
+            if os.getpgid(pid) == os.getpgrp():
+                process = psutil.Process(pid)
+                is_kept = os.getpid() in (pid, process.ppid())
+                if not is_kept and _has_open(pid, fd):
+                    process.kill()
+
+
+def _has_open(pid: int, fd: int) -> bool:
+    """Whether a process has the file open that this process has at a descriptor."""
+    name, status = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd)
+    for other in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            # A file of another name is not asked what it is: its disk may hang.
+            if os.readlink(other) == name and os.path.samestat(other.stat(), status):
+                return True
+    return False
 
 
 def program_result(
