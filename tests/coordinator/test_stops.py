@@ -12,6 +12,7 @@ from helpers.coordinated import (
     save_failure,
     save_report,
     small_rules,
+    worker_failure,
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
@@ -58,28 +59,71 @@ def test_no_job_stops_for_want_of_nodes_that_have_come() -> None:
     assert [one.iteration for one in of_type(cluster.commands, Committed) if one.ends] == [END - 1]
 
 
+GPU_LOST = Raised(error="RuntimeError: CUDA error", first_layer=0, end_layer=1)
+UNFIT = NoticeTaken(node=1, rank=1, after_s=30.0, reason="GPU 0 does not answer")
+
+
 @pytest.mark.parametrize("is_needed", [False, True])
 def test_an_unfit_machine_is_told_to_the_user_and_its_crashes_are_not_the_jobs(
     *, is_needed: bool
 ) -> None:
-    """The same error on a second node would end the job: it counts from one again. As long as the
-    node stays, because the job needs it, that goes for later crashes as well."""
+    """The same error on a second node would end the job as failed."""
     cluster = training(rules())
     if not is_needed:
         cluster.join(2)
-    raised = Raised(error="RuntimeError: CUDA error", first_layer=0, end_layer=1)
-    crashes = tuple(Crash(node, node, pid, 0, raised) for node, pid in ((1, 10), (1, 11), (0, 12)))
-    for _ in range(2):
-        state = cluster.state
-        cluster.state = replace(state, troubles=replace(state.troubles, crashes=crashes))
-        cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0, reason="GPU 0 does not answer"))
-        assert [crash.node for crash in cluster.state.troubles.crashes] == [0]
+    crashes = tuple(Crash(1, 1, pid, 0, GPU_LOST) for pid in (10, 11))
+    state = cluster.state
+    cluster.state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    cluster.hear(UNFIT, UNFIT)
+    cluster.fail(0, GPU_LOST)
 
     warnings = [one.text for one in of_type(cluster.commands, Warned)]
     told = "node 1 leaves the job, because its machine is unfit: GPU 0 does not answer"
     assert warnings.count(told) == 1
     members = cluster.state.membership
     assert (1 in members.leaving, 1 in members.postponed) == (not is_needed, is_needed)
+    assert cluster.state.stop.failure is None
+    assert not of_type(cluster.commands, End)
+
+
+@pytest.mark.parametrize("is_alike_elsewhere", [False, True])
+def test_a_job_that_needs_an_unfit_machine_ends_saved_at_the_third_crash_there(
+    *, is_alike_elsewhere: bool
+) -> None:
+    """Each was forgiven when the machine was examined after it, so epoch followed epoch."""
+    cluster = training(rules())
+    if is_alike_elsewhere:
+        cluster.fail(0, GPU_LOST)
+    for _ in range(2):
+        cluster.fail(1, GPU_LOST)
+        cluster.hear(UNFIT)
+        assert not of_type(cluster.commands, SaveLayers)
+    cluster.fail(1, GPU_LOST)
+
+    order = of_type(cluster.commands, SaveLayers)[-1]
+    assert order.iteration == FIRST + 1
+    assert {layer for layers in order.layers.values() for layer in layers} == {*range(NUM_LAYERS)}
+    (end,) = of_type(cluster.commands, End)
+    assert end.ending is Ending.LOST
+    assert "the 3rd time in a row; without that node 1 node is left" in end.reason
+    assert end.reason.endswith("its machine is unfit: GPU 0 does not answer")
+
+
+def test_a_job_ends_unsaved_if_its_unfit_machine_crashes_in_the_last_save_too() -> None:
+    """It began the save again and again."""
+    cluster = training(rules())
+    for _ in range(2):
+        cluster.fail(1, GPU_LOST)
+        cluster.hear(UNFIT)
+    cluster.is_saving_slow = True
+    cluster.fail(1, GPU_LOST)
+    assert cluster.state.phase is Phase.SAVING
+    pid = cluster.nodes[1].pid
+    cluster.hear(worker_failure(1, GPU_LOST, epoch=cluster.state.epoch, pid=pid))
+
+    (end,) = of_type(cluster.commands, End)
+    assert end.ending is Ending.LOST
+    assert end.reason.endswith("GPU 0 does not answer; the live layers were not saved")
 
 
 @pytest.mark.parametrize("target_loss", [0.0, 0.001])

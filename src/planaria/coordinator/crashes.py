@@ -5,9 +5,12 @@ code ends the job. All else (no memory, a device or library that fails, data tha
 read, a signal) counts against the node. Then the job recovers: the worker is replaced, or it goes
 on if nobody else holds its layers. The same error CRASHES_MAX times in one rank evicts its node.
 But if a second node had the error too, in layers that both computed, it counts against the job;
-otherwise the error would evict node after node until none is left. Once all ranks have reported an
-iteration, earlier crashes count no more, unless that iteration is one that is done again. One that
-an outcome commits, without all reports, clears nothing: it may be the one that the crash ended.
+otherwise the error would evict node after node until none is left. The errors of a node whose
+machine was found unfit are not compared: if the job needs that node, it ends, saved.
+
+Once all ranks have reported an iteration, earlier crashes count no more, unless that iteration is
+one that is done again. One that an outcome commits, without all reports, clears nothing: it may be
+the one that the crash ended.
 
 Before an error ends the job, the live layers are saved at the age that all have committed, unless
 the state itself is suspect (`WorkerFailed.has_diverged`).
@@ -260,10 +263,12 @@ def _end_or_evict(
     counts = Counter(other.rank for other in alike)
     often = {other.node for other in alike if counts[other.rank] >= CRASHES_MAX}
     is_often = node in often
+    unfit = {other.node: other.unfit for other in state.troubles.crashes if other.unfit}
     others = {
         other.node
         for other in alike
         if other.node != node
+        and unfit.keys().isdisjoint((node, other.node))
         and (is_often or other.node in often)
         and any(mine.node == node and mine.raised.is_like(other.raised) for mine in alike)
     }
@@ -280,6 +285,9 @@ def _end_or_evict(
             reason = f"{times}; {why}"
             if is_of_saves:  # Whoever starts the job again may find that the disk answers.
                 return end_job(state, End(Ending.LOST, reason))
+            if node in unfit:
+                reason = f"{reason}, and its machine is unfit: {unfit[node]}"
+                return _end_for_unfit(rules, state, crash, reason, now_s)
             return _fail_job(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
         return begin_recovery(
             rules, state, LossKind.LOST, (node,), reason=times, now_s=now_s, raised=raised
@@ -287,6 +295,24 @@ def _end_or_evict(
     if is_often:  # The job has failed, and this rank cannot save its layers.
         return _end_unsaved(state, text)
     return None
+
+
+def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now_s: float) -> Step:
+    """Ends the job, which is to be started again elsewhere, once the live layers are saved."""
+    if state.stop.must_end:  # It was to save them already, and this rank cannot.
+        why = f"{state.stop.must_end}; the live layers were not saved"
+        return end_job(state, End(Ending.LOST, why))
+    stop = replace(state.stop, is_requested=True, must_end=reason)
+    return begin_recovery(
+        rules,
+        replace(state, stop=stop),
+        LossKind.CRASH,
+        (),
+        reason=reason,
+        now_s=now_s,
+        node=crash.node,
+        raised=crash.raised,
+    )
 
 
 def _with_crash(state: JobState, crash: Crash) -> JobState:

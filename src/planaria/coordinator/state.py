@@ -69,6 +69,7 @@ class Crash(msgspec.Struct, frozen=True):
 
     Attributes:
         epoch: epoch of the error, as in `WorkerFailed`; -1: the process ended.
+        unfit: why its machine was found unfit after it; "": it was not.
     """
 
     node: int
@@ -76,6 +77,7 @@ class Crash(msgspec.Struct, frozen=True):
     pid: int
     epoch: int
     raised: Raised
+    unfit: str = ""
 
     @property
     def key(self) -> tuple[int, int, int]:

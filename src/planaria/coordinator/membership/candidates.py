@@ -103,9 +103,8 @@ def on_leave_request(
     leave = LeaveRequest(ChangeKind.DRAIN, now_s + rules.job.cluster.notice_s, is_unfit)
     if isinstance(event, NoticeTaken) and not event.reason:
         leave = LeaveRequest(ChangeKind.PREEMPT, now_s + event.after_s * _KEPT_SHARE)
-    if is_unfit:  # What its workers have raised is the machine's fault, and not the job's.
-        crashes = tuple(crash for crash in state.troubles.crashes if crash.node != node)
-        state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    if isinstance(event, NoticeTaken) and event.reason:
+        state = _with_unfit(state, node, event.reason)
     before = members.leaving.get(node)
     if before is not None and leave.kind in (ChangeKind.DRAIN, before.kind):
         # The same request came before, but a later notice may leave less time.
@@ -138,3 +137,12 @@ def on_leave_request(
         text = f"there is no node {node} to drain, or it has not arrived yet"
         return state, (Notify(Warned(text=text, undrained=(node,))),)
     return state, ()
+
+
+def _with_unfit(state: JobState, node: int, reason: str) -> JobState:
+    """The state in which a node's crashes are its machine's fault, and not the job's."""
+    crashes = (
+        replace(crash, unfit=reason) if crash.node == node else crash
+        for crash in state.troubles.crashes
+    )
+    return replace(state, troubles=replace(state.troubles, crashes=tuple(crashes)))
