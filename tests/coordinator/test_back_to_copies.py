@@ -108,6 +108,17 @@ def test_all_go_back_to_the_newest_copies_that_there_are_of_all_layers() -> None
     assert event.redone_samples == NUM_MICROBATCHES
 
 
+def test_a_job_that_goes_back_to_copies_and_is_less_safe_is_saved() -> None:
+    """What it has is in memory alone, on two nodes of which one was to be spared."""
+    copies = copies_of(BOTH)
+    _, outcome, decision = decided(rules_with(), [answers(1, 2, copies), answers(3, 2, copies)])
+
+    assert outcome.origin.copied == NEWEST
+    order = decision.order
+    assert isinstance(order, StartEpoch)
+    assert order.persists
+
+
 def test_one_version_back_if_the_newest_is_not_there_of_all_layers() -> None:
     """An iteration more is done again, and both survivors forget what they hold of the newer."""
     copies = copies_of((OLDER,))

@@ -496,7 +496,7 @@ def _order(
         vector=outcome.vector,
         source="" if is_begun else origin.source,
         rounds=best.rounds,
-        persists=persists and is_begun,
+        persists=persists and _has_unsaved(state, outcome),
         since=origin.epoch,
         copies=copies,
         copied=None if is_begun else origin.copied,
