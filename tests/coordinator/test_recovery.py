@@ -31,6 +31,7 @@ from planaria.coordinator.commands import (
     Evict,
     MembersRecorded,
     Notify,
+    Published,
     RecordDecision,
     RecordMembers,
     Tell,
@@ -54,6 +55,7 @@ from planaria.core.records import Decided, Forked, Members, Recovering
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
 TOP_HEAVY = shaped_plan((3, 1), 6)  # Rank 3 holds all, rank 2 the last four.
 LOWER, UPPER = range(5), range(5, 10)
+NEXT = FIRST + 2  # The next to be committed in a cluster that has trained a while.
 RULES = small_rules()
 
 
@@ -334,6 +336,7 @@ def test_a_loss_that_leaves_a_job_as_safe_as_it_was_is_no_news() -> None:
     policy = Survivors(num_idle=2)
     cluster = trained(FakeCluster(small_rules(n0=1, policy=policy), TOP_HEAVY))
     cluster.lose(0)
+    cluster.hear(Published(NEXT, epoch=1))
     policy.num_idle = 1
     cluster.lose(1)
 
@@ -341,6 +344,34 @@ def test_a_loss_that_leaves_a_job_as_safe_as_it_was_is_no_news() -> None:
     assert (first.is_newly_degraded, second.is_newly_degraded) == (True, False)
     assert "only f' = 0 failures" in second.degraded
     assert [order.persists for order in of_type(cluster.commands, StartEpoch)][-1] is False
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_save_of_a_job_that_is_less_safe_is_owed_until_it_is_complete(
+    begins: bool, restarts: bool
+) -> None:
+    """A crash while ranks got ready for it, or wrote it, dropped it for good: whoever decided next,
+    also after a restart, found the job as safe as it was."""
+    policy = Survivors(num_idle=2)
+    cluster = trained(FakeCluster(small_rules(n0=1, policy=policy), TOP_HEAVY))
+    for node in cluster.nodes.values():
+        node.is_linked = lambda _: begins
+    cluster.lose(0)
+    assert cluster.state.phase is (Phase.TRAINING if begins else Phase.STARTING)
+    if restarts:
+        cluster.restart()
+    for node in cluster.nodes.values():
+        node.is_linked = lambda _: True
+    cluster.crash(2)
+    assert of_type(cluster.commands, StartEpoch)[-1].persists
+    assert not of_type(cluster.commands, Decided)[-1].is_newly_degraded
+
+    epoch = cluster.state.epoch
+    cluster.hear(Published(NEXT, epoch=epoch))
+    cluster.crash(2)
+    order = of_type(cluster.commands, StartEpoch)[-1]
+    assert (order.epoch, order.persists) == (epoch + 1, False)
 
 
 def test_a_layer_that_is_left_on_too_few_nodes_is_warned_of() -> None:

@@ -44,9 +44,10 @@ from planaria.coordinator.learning.slowness import with_joining_speeds, without_
 from planaria.coordinator.membership.shortage import (
     degraded_text,
     is_newly_degraded,
-    num_tolerated,
     refuse_drains,
     shortage_text,
+    with_owed_save,
+    with_tolerance,
     without_drains,
 )
 from planaria.coordinator.membership.standby import (
@@ -445,7 +446,8 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
     outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False, origin=origin)
     # A switch with a wave keeps the old plan.
     predicted_s = iteration_s(state) if switch.rounds else change.transition.iteration_s
-    decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
+    order = _order(rules, state, switch, number)
+    decision = Decision(order=order, predicted_s=predicted_s)
     departed = tuple(node for node in state.nodes if node not in switch.nodes)
     state = with_joining_speeds(state, switch.nodes)
     complaints = {r: f for r, f in state.facts.corrupted.items() if f.epoch == switch.epoch}
@@ -476,6 +478,7 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
         ),
         learning=replace(state.learning, plan_s=0.0),
     )
+    state = with_owed_save(rules, state, order)
     shutdowns = (Tell(Shutdown(), departed),) if departed else ()
     return without_former_members(state), (RecordDecision(outcome, decision), *shutdowns)
 
@@ -518,14 +521,12 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
     kinds = set(change.kinds.values())
     was_searched = state.search.is_plan_searched and kinds <= {ChangeKind.SLOW, ChangeKind.FAST}
     is_searched = kinds <= {ChangeKind.REFORM} or was_searched
-    tolerance = num_tolerated(rules, len(state.nodes), state.plan)
     state = replace(
         state,
         change=None,
         search=replace(state.search, is_plan_searched=is_searched, dropped_s=0.0, dropped_bytes=0),
-        membership=replace(state.membership, tolerance=tolerance),
     )
-    return state, (Notify(notice),)
+    return with_tolerance(rules, state), (Notify(notice),)
 
 
 def order_next_switch(rules: Rules, state: JobState, now_s: float) -> Step:

@@ -41,9 +41,11 @@ from planaria.coordinator.membership.shortage import (
     degraded_text,
     is_newly_degraded,
     left_text,
-    num_tolerated,
+    owes_save,
     refuse_drains,
     shortage_text,
+    with_owed_save,
+    with_tolerance,
     with_untold_shortage,
 )
 from planaria.coordinator.membership.standby import (
@@ -444,7 +446,7 @@ def _resume(
     if best.goes_back and event.saved is not None and is_elsewhere(state, outcome, event.saved):
         state, outcome = go_back(state, event.saved)
     is_new = is_newly_degraded(rules, state, len(state.nodes), best.after)
-    order = _order(rules, state, outcome, best, persists=is_new)
+    order = _order(rules, state, outcome, best, persists=owes_save(rules, state, best.after))
     recovery = expected_recovery(rules, state, best.downtime_s)
     notice = Decided(
         epoch=state.epoch,
@@ -473,10 +475,8 @@ def _resume(
     )
     decision = Decision(order=order, predicted_s=best.iteration_s)
     state = with_likely(with_choice(rules, state, best, now_s), recovery.likely_s)
-    tolerance = num_tolerated(rules, len(state.nodes), best.after)
-    state = replace(
-        state, plan=best.after, membership=replace(state.membership, tolerance=tolerance)
-    )
+    state = with_owed_save(rules, state, order)
+    state = with_tolerance(rules, replace(state, plan=best.after))
     state, warnings = with_exposed_domains(rules, state, best.after, order.copies)
     state, commands = _record_decision(state, outcome, decision)
     return state, (Notify(notice), *warnings, *commands)

@@ -128,7 +128,8 @@ def on_version_event(rules: Rules, state: JobState, event: VersionEvent) -> JobS
     if event.source in state.saves.spoilt:
         return state
     versions = tuple(sorted({*state.saves.versions, key}, reverse=True))
-    return replace(state, saves=replace(state.saves, versions=versions))
+    owed_since = state.saves.owed_since if event.epoch < state.saves.owed_since else -1
+    return replace(state, saves=replace(state.saves, versions=versions, owed_since=owed_since))
 
 
 def _without_pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:

@@ -128,7 +128,7 @@ def restored_step(
             tolerance=num_tolerated(rules, len(plan.nodes), plan),
         ),
         facts=EpochFacts(loss=Loss(LossKind.LOST, (), _UNKNOWN_LOSS, now_s)),
-        saves=Saves(spoilt=frozenset(members.spoilt), since_epoch=members.epoch),
+        saves=_saves(rules, members, plan),
         stop=_stop_on_record(progress),
         learning=replace(restored_learning(rules, findings, plan), fitted=fitted),
     )
@@ -148,6 +148,20 @@ def restored_step(
         return begin_recovery(rules, state, LossKind.LEADER, (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
+
+
+def _saves(rules: Rules, members: Members, plan: Plan) -> Saves:
+    """What is on record of saves; those on disk are told later.
+
+    In a job that is less safe than it should be, one is owed until one of this plan's epoch is
+    told.
+    """
+    tolerance = num_tolerated(rules, len(plan.nodes), plan)
+    return Saves(
+        spoilt=frozenset(members.spoilt),
+        since_epoch=members.epoch,
+        owed_since=plan.epoch if tolerance < rules.job.resilience.failures_tolerated else -1,
+    )
 
 
 def _with_decision(state: JobState, decision: Decision, now_s: float) -> JobState:

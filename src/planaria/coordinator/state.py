@@ -195,6 +195,8 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
         is_slow_told: whether the launcher was told that the last save is slow.
         since_epoch: oldest epoch whose new saves count; saves that had all layers before it count
             too.
+        owed_since: epoch that made the job less safe, and since which no save is published that
+            began in it or later; -1: there is none.
     """
 
     files: Mapping[tuple[int, int], Mapping[int, LayerFile]] = msgspec.field(default_factory=dict)
@@ -209,6 +211,7 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
     wrote_s: float = 0.0
     is_slow_told: bool = False
     since_epoch: int = 0
+    owed_since: int = -1
 
     @property
     def surely_spoilt(self) -> frozenset[str]:

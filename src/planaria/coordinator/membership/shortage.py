@@ -5,6 +5,7 @@ from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.state import JobState, Step
 from planaria.core.kinds import ChangeKind
+from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import Warned
 
@@ -93,14 +94,33 @@ def degraded_text(rules: Rules, num_nodes: int, plan: Plan) -> str:
 
 
 def is_newly_degraded(rules: Rules, state: JobState, num_nodes: int, plan: Plan) -> bool:
-    """Whether fewer than f failures are tolerated, and fewer than the launcher knows; then the job
-    saves."""
+    """Whether fewer than f failures are tolerated, and fewer than the launcher knows."""
     return num_tolerated(rules, num_nodes, plan) < _known_tolerance(rules, state)
 
 
 def _known_tolerance(rules: Rules, state: JobState) -> int:
     f = rules.job.resilience.failures_tolerated
     return f if state.membership.tolerance is None else min(f, state.membership.tolerance)
+
+
+def with_tolerance(rules: Rules, state: JobState) -> JobState:
+    """The state in which the launcher knows how many failures the newest plan tolerates."""
+    tolerance = num_tolerated(rules, len(state.nodes), state.plan)
+    return replace(state, membership=replace(state.membership, tolerance=tolerance))
+
+
+def owes_save(rules: Rules, state: JobState, plan: Plan) -> bool:
+    """Whether the job has become less safe since the newest save began that is complete."""
+    f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
+    is_owed = state.saves.owed_since >= 0 and num_tolerated(rules, num_nodes, plan) < f
+    return is_owed or is_newly_degraded(rules, state, num_nodes, plan)
+
+
+def with_owed_save(rules: Rules, state: JobState, order: StartEpoch) -> JobState:
+    """The state in which the save of an order, if it has one, is owed until it is complete."""
+    if not order.persists or not is_newly_degraded(rules, state, len(state.nodes), order.plan):
+        return state
+    return replace(state, saves=replace(state.saves, owed_since=order.epoch))
 
 
 def num_tolerated(rules: Rules, num_nodes: int, plan: Plan) -> int:

@@ -569,6 +569,7 @@ class PlanariaRun:
     def _tell_saved(self, published: Sequence[Published], now_s: float) -> None:
         """Tells the coordinator of saves that are complete, and of those that are removed."""
         for save in published:
+            save = Published(save.iteration, max(save.epoch, self._state.epoch))
             self.account.settle(save.iteration)
             self._deliver((save, *self._saves.on_published(save)), now_s)
 
