@@ -266,6 +266,22 @@ def test_a_new_coordinator_without_a_record_of_the_stop_does_not_call_it_finishe
     assert (end.ending, end.reason) == (Ending.LOST, "nodes were too few to go on")
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_new_head_knows_that_a_stop_was_asked_for(is_early: bool) -> None:
+    """Nobody asks it again. It said that nodes were too few, though all were there."""
+    cluster = training(rules())
+    cluster.hear(StopRequested(is_early=is_early))
+    cluster.train(FIRST + 1)
+    cluster.progress = progress_of(cluster.state, of_type(cluster.commands, Committed)[-1])
+    cluster.is_saving_slow = True
+    cluster.restart()
+    assert cluster.state.phase is Phase.SAVING
+    cluster.hear(save_report(0, FIRST + 2, epoch=0, layers=range(NUM_LAYERS)))
+
+    assert of_type(cluster.commands, End) == [End(Ending.STOPPED)]
+    assert cluster.state.stop.is_early == is_early
+
+
 def test_a_job_that_must_end_stops_at_its_next_commit_saved() -> None:
     """Whatever else is asked for meanwhile; the reason is the one that came first."""
     cluster = training(rules())

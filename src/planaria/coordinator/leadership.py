@@ -382,11 +382,14 @@ def progress_of(state: JobState, committed: Committed, *, clock: str = "") -> Pr
     Args:
         clock: name of the coordinator's clock.
     """
+    stop = state.stop
     return Progress(
         num_committed=committed.iteration + 1,
         ends=committed.ends,
         is_trained=committed.is_trained,
-        stop_reason=state.stop.shortage,
+        stop_reason=stop.shortage,
+        is_stopping=stop.is_requested and not (stop.shortage or stop.must_end),
+        is_early=stop.is_early,
         since=committed.since,
         epoch=state.epoch,
         findings=state.learning.findings,
@@ -410,6 +413,7 @@ def _ended_notice(state: JobState, end: End) -> Ended:
         failure=end.failure,
         nodes=state.nodes,
         epoch=state.epoch,
+        is_early=state.stop.is_early,
     )
 
 

@@ -200,8 +200,16 @@ def _without_revoked_stop(
 
 
 def _stop_on_record(progress: Progress | None) -> Stop:
-    shortage = progress.stop_reason if progress else ""
-    return Stop(is_requested=bool(shortage), shortage=shortage)
+    """The stop on record.
+
+    A launcher repeats what it was asked for, but that of a new head knows of nothing. A request
+    that was made to the head before it holds only if all have agreed to end.
+    """
+    if progress is None:
+        return Stop()
+    shortage, is_asked = progress.stop_reason, progress.ends and progress.is_stopping
+    is_early = is_asked and progress.is_early
+    return Stop(is_requested=bool(shortage) or is_asked, is_early=is_early, shortage=shortage)
 
 
 def _on_own_clock(

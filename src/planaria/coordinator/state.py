@@ -250,6 +250,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         is_requested: whether the job is to stop at its next commit.
+        is_early: whether the job itself has asked for that, and not its user.
         shortage: why nodes are too few, if that is why the job stops; "" if it is not.
         must_end: why the job has to end, saved, at its next commit or loss; "": it need not.
         failure: failure that ends the job as soon as its live layers are saved; None: none.
@@ -258,6 +259,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     is_requested: bool = False
+    is_early: bool = False
     shortage: str = ""
     must_end: str = ""
     failure: WorkerFailed | None = None

@@ -212,7 +212,7 @@ def _on_event(rules: Rules, state: JobState, event: Event, now_s: float) -> Step
         case LayersSaved() | Published() | Pruned() | SavesListed() | SaveFailed():
             return on_saving(rules, state, event, now_s)
         case StopRequested() if stop.shortage or not stop.is_requested:
-            stop = replace(stop, is_requested=True, shortage="")
+            stop = replace(stop, is_requested=True, is_early=event.is_early, shortage="")
             return replace(state, stop=stop), (Tell(event),)
         case MustEnd(reason) if not stop.must_end:
             stop = replace(stop, is_requested=True, must_end=reason)

@@ -391,7 +391,13 @@ class NodeLost(Message, frozen=True, kw_only=True):
 
 
 class StopRequested(Message, frozen=True, kw_only=True):
-    """The user asks the job to stop at the next commit."""
+    """The user, or the job itself, asks the job to stop at the next commit.
+
+    Attributes:
+        is_early: whether the job itself does, because it has had enough.
+    """
+
+    is_early: bool = False
 
 
 class DrainRequested(Message, frozen=True, kw_only=True):

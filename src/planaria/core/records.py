@@ -127,6 +127,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         ends: whether the last one of these iterations was the job's last.
         is_trained: whether training would have ended with it though nobody had asked for that.
         stop_reason: why the job had to stop before its end; "": it had not.
+        is_stopping: whether its user, or the job itself, had asked it to stop.
+        is_early: whether the job itself had.
         since: epoch in which the job last went back; -1: never, as in StartEpoch.
         epoch: epoch that the findings are of.
         findings: deviations of seconds and bytes from the profile.
@@ -137,6 +139,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     ends: bool
     is_trained: bool = False
     stop_reason: str = ""
+    is_stopping: bool = False
+    is_early: bool = False
     since: int = -1
     epoch: int = -1
     findings: Findings = Findings()
@@ -471,13 +475,18 @@ class Warned(Message, frozen=True, kw_only=True):
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """The job is over."""
+    """The job is over.
+
+    Attributes:
+        is_early: whether the job itself had asked for a stop, because it has had enough.
+    """
 
     ending: Ending
     reason: str
     failure: WorkerFailed | None
     nodes: tuple[int, ...]
     epoch: int
+    is_early: bool = False
 
 
 class AgentEnded(Message, frozen=True, kw_only=True):

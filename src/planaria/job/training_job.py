@@ -594,6 +594,6 @@ def _result(
             report=report_of(planned, tier, recorder, observer, ended),
             planned=planned,
             compared=tuple(compared_iterations(planned, recorder)),
-            stopped=ended.ending == Ending.STOPPED and not observer.early,
+            stopped=ended.ending == Ending.STOPPED and not ended.is_early,
             error=error,
         )

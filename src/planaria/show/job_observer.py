@@ -66,9 +66,6 @@ class JobObserver:
         predicted_peak_bytes: function that predicts the peak memory of a plan.
         evaluates: whether the job evaluates held-out data.
         callbacks: thread that calls the user's callbacks.
-
-    Attributes:
-        early: reason for which training ended early, other than the user's request; "": none.
     """
 
     def __init__(
@@ -80,7 +77,6 @@ class JobObserver:
         evaluates: bool,
         callbacks: CallbackThread,
     ) -> None:
-        self.early = ""
         self._evaluates = evaluates
         self._callbacks = callbacks
         self._has_trained = False
@@ -176,7 +172,6 @@ class JobObserver:
                 "the job stops at the next commit; a second Ctrl-C stops it at once, without a save"
             )
             return
-        self.early = reason
         text = f"training stops at the next commit: {reason}"
         self._recorder.add_event("early", iteration=self._recorder.next_iteration, reason=text)
         self._display.note(text)

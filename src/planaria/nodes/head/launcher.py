@@ -142,7 +142,7 @@ class Launcher:
         self._plan = spec.leader.plan
         self._standing = Standing(plan=spec.leader.plan, num_committed=spec.leader.first_iteration)
         self._is_training = False
-        self._stop_requested = False
+        self._stop_requested = self._stops_early = False
         self._is_interrupted = False
         self._interruption = ""
         self._tier = tier
@@ -393,7 +393,7 @@ class Launcher:
             if node in self._nodes.live_nodes:
                 self._leaders.send(notice)
         if self._stop_requested:
-            self._leaders.send(StopRequested())
+            self._leaders.send(StopRequested(is_early=self._stops_early))
 
     def _on_message(self, message: ToLauncher) -> None:
         """Handles a message of the coordinator."""
@@ -484,10 +484,8 @@ class Launcher:
     def _request_stop(self, reason: str = "") -> None:
         """Has training stop at the next commit; without a reason, the user asked for it."""
         if not self._stop_requested:
-            self._stop_requested = True
-            if reason and self._head is not None:
-                self._head.stops_early = True
-            self._leaders.send(StopRequested())
+            self._stop_requested, self._stops_early = True, bool(reason)
+            self._leaders.send(StopRequested(is_early=self._stops_early))
             self._call_observer(partial(self._observer.on_stop_request, reason))
 
     def _end(self, reason: str) -> None:

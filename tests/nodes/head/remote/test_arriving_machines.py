@@ -278,15 +278,15 @@ async def test_an_agent_succeeds_if_its_job_is_finished(
     where a callback had, which ended the head with 0."""
     async with arriving_machines(tmp_path) as head:
         line = await head.join()
-        await head.machines.end_all(ended(ending), is_early=is_early)
+        await head.machines.end_all(ended(ending, is_early=is_early))
 
         is_done = (await line.wait(JobOver)).is_done
         assert is_done == (ending is Ending.FINISHED or (is_early and ending is Ending.STOPPED))
 
 
-def ended(ending: Ending) -> Ended:
+def ended(ending: Ending, *, is_early: bool = False) -> Ended:
     """The end of a job."""
-    return Ended(ending=ending, reason="", failure=None, nodes=(), epoch=0)
+    return Ended(ending=ending, reason="", failure=None, nodes=(), epoch=0, is_early=is_early)
 
 
 @runs

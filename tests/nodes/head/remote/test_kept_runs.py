@@ -17,6 +17,7 @@ from helpers.recorder_messages import running
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.kinds import Ending
 from planaria.core.machine_messages import JobOver, NodeDropped
+from planaria.core.messages import StopRequested
 from planaria.core.records import AwaitingMachine, Ended, Leading, ToLauncher, Unrecorded, Warned
 from planaria.core.specs import NodeSpec
 from planaria.nodes.forkserver import ForkServer
@@ -213,10 +214,18 @@ def test_machines_of_a_job_that_has_had_enough_are_told_that_it_is_done(
 ) -> None:
     """A callback had ended it: the head ended with 0, and its agents with 3."""
     monkeypatch.setattr(_Observer, "stop_reason", reason)
+    requests: list[object] = []
+
+    async def hear_request() -> None:
+        if reason:
+            requests.append(await job.lines[-1].heard())
+
+    is_early = bool(reason)
     says = (
         Leading(term=2, now_s=0.0),
         running(0.0),
-        Ended(ending=Ending.STOPPED, reason="", failure=None, nodes=(), epoch=3),
+        hear_request,
+        Ended(ending=Ending.STOPPED, reason="", failure=None, nodes=(), epoch=3, is_early=is_early),
     )
     with open_left_head(tmp_path) as (head, runner):
         job = TakenUp(head, tmp_path, *says)
@@ -227,7 +236,8 @@ def test_machines_of_a_job_that_has_had_enough_are_told_that_it_is_done(
         job.server.close()
 
     (over,) = [message for message in line.heard if isinstance(message, JobOver)]
-    assert over.is_done == bool(reason)
+    assert over.is_done == is_early
+    assert requests == [StopRequested(is_early=True)] * is_early
 
 
 def test_a_machine_hears_that_its_node_which_waited_to_join_is_lost(tmp_path: Path) -> None:

@@ -388,9 +388,9 @@ class Machines:
         for node in self._nodes.reachable():
             logger.warning("node %s did not leave in %.0f s", node, EXIT_TIMEOUT_S)
 
-    async def end_all(self, ended: Ended | None, *, is_early: bool = False) -> None:
+    async def end_all(self, ended: Ended | None) -> None:
         """See NodeHandles. The machines are told how the job has ended, and leave."""
-        self._is_closed, self._over = True, job_over(ended, is_early=is_early)
+        self._is_closed, self._over = True, job_over(ended)
         for machine in self._machines.values():
             machine.tell(self._over)
         await wait_until(lambda: not self._nodes.reachable(), timeout_s=EXIT_TIMEOUT_S)

@@ -126,7 +126,6 @@ class OpenHead:
         is_taken: whether another head has taken the run up.
         new_offer: job as it is offered to machines if the run of the head before this one is given
             up.
-        stops_early: whether the job itself has asked for its end, and is done then.
         run_place: name of the directory of a run in which nodes read where this head listens
             (checkpoint/disk/parts.py); "": in none yet.
         answer_job: function that answers what users ask about the job; until the job begins only
@@ -148,7 +147,6 @@ class OpenHead:
         self.name = secrets.token_hex(8)
         self.is_taken_up = self.is_taken = False
         self.keeps_run = keeps_run
-        self.stops_early = False
         self.run_place = ""
         self._touching: asyncio.Task[None] | None = None
         self.machines = machines
@@ -257,7 +255,7 @@ class OpenHead:
         if self.keeps_run or is_away:
             await self.machines.close()
         else:
-            await self.machines.end_all(_result_of(ended), is_early=self.stops_early)
+            await self.machines.end_all(_result_of(ended))
             if self.operator is not None:
                 await self.operator.cancel_requests()
         self._acceptor.close()

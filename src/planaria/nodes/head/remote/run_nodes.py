@@ -97,15 +97,14 @@ def agent_ended(ended: NodeEnded) -> AgentEnded:
     return AgentEnded(node=ended.node, reason=f"its agent {exit_text(ended.status)}")
 
 
-def job_over(ended: Ended | None, *, is_early: bool) -> JobOver:
-    """What machines are told at the end of the job.
+def job_over(ended: Ended | None) -> JobOver:
+    """What machines are told at the end of the job; one that a callback has stopped is done.
 
     Args:
         ended: end that the coordinator has told; None: the head alone ends it.
-        is_early: whether a callback has stopped the job, so that it is done all the same.
     """
     if ended is None:
         return JobOver(is_done=False, text="the head ended the job")
-    endings = (Ending.FINISHED, Ending.STOPPED) if is_early else (Ending.FINISHED,)
     text = f"the job is {ended.ending}" + (f": {ended.reason}" if ended.reason else "")
-    return JobOver(is_done=ended.ending in endings, text=text)
+    is_stopped_early = ended.ending is Ending.STOPPED and ended.is_early
+    return JobOver(is_done=ended.ending is Ending.FINISHED or is_stopped_early, text=text)
