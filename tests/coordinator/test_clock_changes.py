@@ -94,6 +94,38 @@ def test_moments_that_were_moved_are_moved_no_further(shift_s: float) -> None:
     assert again.membership.history == once.membership.history
 
 
+@pytest.mark.parametrize("shift_s", SHIFTS_S)
+def test_each_record_is_moved_by_its_own_clock(shift_s: float) -> None:
+    """The members are on record from a coordinator on another machine, and the commits since from
+    one on this. What was its own was moved with the rest, again with each restart."""
+    own = Findings(idle={1: (2, NOW_S + shift_s - 300.0)})
+    progress = msgspec.structs.replace(
+        PROGRESS, findings=own, recorded=ClockReading("new", NOW_S + shift_s)
+    )
+    now_s = NOW_S + shift_s + 20.0
+    state = restored(MEMBERS, progress, clock="new", now_s=now_s)
+
+    assert state.learning.findings.idle == own.idle
+    ((count, last_s),) = state.membership.failures.values()
+    assert count == 3
+    assert last_s == pytest.approx(now_s - (FAILED_AGO_S - RECORDED_AGO_S))
+
+
+@pytest.mark.parametrize("shift_s", SHIFTS_S)
+def test_records_of_two_other_clocks_are_both_moved(shift_s: float) -> None:
+    """Each was the newest that its coordinator recorded."""
+    own = Findings(idle={1: (2, shift_s - 300.0)})
+    progress = msgspec.structs.replace(
+        PROGRESS, findings=own, recorded=ClockReading("third", shift_s)
+    )
+    state = restored(MEMBERS, progress, clock="new", now_s=NOW_S)
+
+    _, since_s = state.learning.findings.idle[1]
+    assert since_s == pytest.approx(NOW_S - 300.0)
+    ((_, last_s),) = state.membership.failures.values()
+    assert last_s == pytest.approx(NOW_S - (FAILED_AGO_S - RECORDED_AGO_S))
+
+
 def test_without_progress_the_record_of_members_is_taken_for_now() -> None:
     """It may be the first one."""
     state = restored(MEMBERS, None, clock="new", now_s=50.0)

@@ -28,7 +28,6 @@ from planaria.coordinator.state import (
     Stop,
 )
 from planaria.coordinator.step import advance
-from planaria.core.clock_offsets import ClockReading
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.kinds import LossKind
 from planaria.core.messages import Abort, StartEpoch
@@ -218,27 +217,26 @@ def _on_own_clock(
     """The records with all their moments by this coordinator's clock.
 
     The machine may have been rebooted since, or be another one: monotonic clocks begin anew then,
-    and the clocks of two machines tell nothing about each other. So the newest moment on record is
-    taken for now. The time in which nobody coordinated the job makes nothing older.
+    and the clocks of two machines tell nothing about each other. So the newest moment on record of
+    each other clock is taken for now. The time in which nobody coordinated the job makes nothing
+    older.
     """
-    recorded = members.recorded
-    if recorded.clock in ("", rules.clock):
-        return members, progress
-    newest_s = recorded.now_s
-    if progress is not None and progress.recorded.clock == recorded.clock:
-        newest_s = max(newest_s, progress.recorded.now_s)
-    shift_s = now_s - newest_s
-    own = ClockReading(rules.clock, now_s)
+    readings = [members.recorded, *([progress.recorded] if progress else [])]
+    newest_s = {of.clock: of.now_s for of in sorted(readings, key=lambda of: of.now_s)}
+    # Records without the name of a clock are of this machine, and mostly of this boot.
+    others = newest_s.keys() - {"", rules.clock}
+    shifts_s = {clock: now_s - newest_s[clock] for clock in others}
+    shift_s = shifts_s.get(members.recorded.clock, 0.0)
     members = msgspec.structs.replace(
         members,
-        recorded=own,
         failures={name: (n, last_s + shift_s) for name, (n, last_s) in members.failures.items()},
         history=_moved_history(members.history, shift_s),
         findings=_moved_findings(members.findings, shift_s),
     )
     if progress is not None:
+        shift_s = shifts_s.get(progress.recorded.clock, 0.0)
         findings = _moved_findings(progress.findings, shift_s)
-        progress = msgspec.structs.replace(progress, recorded=own, findings=findings)
+        progress = msgspec.structs.replace(progress, findings=findings)
     return members, progress
 
 
