@@ -1,6 +1,9 @@
 """The saver writes what the layers were when it was asked, off the training path."""
 
+import errno
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from planaria.engine.prepare import load_model
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.engine.staging import State
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, UnwritableError
 from planaria.transport.timekeeping import Timekeeper
 
 TRAINING = TrainingConfig()
@@ -42,6 +45,25 @@ def always() -> bool:
 def never(epoch: int) -> bool:
     del epoch
     return False
+
+
+def saver_of(
+    place: Path,
+    send: Callable[[Message], None],
+    *,
+    may_write: Callable[[], bool] = always,
+    is_over: Callable[[int], bool] = never,
+    timeout_s: float = 600.0,
+) -> Saver:
+    """The saver of rank 3, which saves in a directory."""
+    return Saver(
+        tier_of(str(place)),
+        rank=3,
+        send=send,
+        may_write=may_write,
+        is_over=is_over,
+        timeout_s=timeout_s,
+    )
 
 
 class _SlowDisk:
@@ -70,7 +92,7 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     """Training goes on while the disk is slow; what it changes then is not in the save."""
     disk, tier = _SlowDisk(monkeypatch), tier_of(str(tmp_path))
     sent: list[Message] = []
-    saver = Saver(tier, rank=4, send=sent.append, may_write=always, is_over=never)
+    saver = saver_of(tmp_path, sent.append)
     held = layers(0, 1)
     before = {number: layer.state() for number, layer in held.items()}
     assert saver.save(held, iteration=7, epoch=2)
@@ -86,7 +108,7 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     assert isinstance(first, LayersSaved)
     assert isinstance(message, LayersSaved)
     assert first.files == message.files[:1]  # Whoever waits sees that it gets on.
-    assert (message.rank, message.iteration, message.epoch) == (4, 7, 2)
+    assert (message.rank, message.iteration, message.epoch) == (3, 7, 2)
     assert [file.layer for file in message.files] == [0, 1]
     manifest = Manifest(iteration=7, epoch=2, job={}, layers=message.files)
     tier.publish(manifest)
@@ -103,7 +125,7 @@ def test_the_next_save_waits_for_the_one_before(
     monkeypatch.setattr("planaria.engine.saver.WAIT_S", 20.0)
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    saver = Saver(tier_of(str(tmp_path)), rank=0, send=sent.append, may_write=always, is_over=never)
+    saver = saver_of(tmp_path, sent.append)
     saver.save(layers(0), iteration=1, epoch=0)
     second = threading.Thread(
         target=lambda: saver.save(layers(0), iteration=2, epoch=0), daemon=True
@@ -126,8 +148,7 @@ def test_training_does_not_wait_for_a_save_that_takes_long(
     monkeypatch.setattr("planaria.engine.saver.WAIT_S", 0.0)
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    tier = tier_of(str(tmp_path))
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=never)
+    saver = saver_of(tmp_path, sent.append)
     assert saver.save(layers(0), iteration=2, epoch=0)
     assert not saver.save(layers(0), iteration=4, epoch=0)
     assert saver.is_writing
@@ -152,8 +173,7 @@ def test_the_last_save_waits_for_its_turn_until_its_epoch_is_over(
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
     over: set[int] = set()
-    tier = tier_of(str(tmp_path))
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    saver = saver_of(tmp_path, sent.append, is_over=over.__contains__)
     saver.save(layers(0), iteration=2, epoch=0)
     over.add(0)
     saver.save_last(layers(0), iteration=3, epoch=0)
@@ -174,7 +194,7 @@ def test_the_last_save_is_written_once_though_it_begins_before_it_is_waited_for(
     monkeypatch.setattr("planaria.engine.saver.WAIT_S", 0.0)
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_over=never)
+    saver = saver_of(tmp_path, sent.append)
     if is_busy:
         saver.save(layers(0), iteration=2, epoch=1)
     saver.begin_last(layers(0), iteration=3, epoch=1)
@@ -194,7 +214,7 @@ def test_a_layer_that_is_loaded_anew_changes_nothing_of_the_last_save_of_it(
     disk, tier = _SlowDisk(monkeypatch), tier_of(str(tmp_path))
     sent: list[Message] = []
     over: set[int] = set()
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    saver = saver_of(tmp_path, sent.append, is_over=over.__contains__)
     job = tiny_job("sequential", tmp_path)
     model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
     stage = RankStage(model, training=TRAINING, device=device)
@@ -228,13 +248,7 @@ def test_a_layer_that_may_have_changed_while_it_was_written_is_not_told(
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
     over: set[int] = set()
-    saver = Saver(
-        tier_of(str(tmp_path)),
-        rank=3,
-        send=sent.append,
-        may_write=always,
-        is_over=over.__contains__,
-    )
+    saver = saver_of(tmp_path, sent.append, is_over=over.__contains__)
     held = HeldLayer(0, nn.Linear(3, 2), training=TRAINING, tied=(), device=device)
     with in_threads(lambda: saver.save_last({0: held}, iteration=1, epoch=0)) as (saving,):
         wait_until(lambda: bool(disk.num_begun))
@@ -256,8 +270,7 @@ def test_what_is_left_of_a_save_is_not_written_when_its_epoch_is_over(
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
     over: set[int] = set()
-    tier = tier_of(str(tmp_path))
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    saver = saver_of(tmp_path, sent.append, is_over=over.__contains__)
     saver.save(layers(0, 1, 2), iteration=2, epoch=0)
     over.add(0)
     disk.may_write.set()
@@ -289,7 +302,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         return write(tier, iteration, epoch, layer, tensors, may_write=may_write)
 
     monkeypatch.setattr(Tier, "write_layer", refuse)
-    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_over=never)
+    saver = saver_of(tmp_path, sent.append)
     saver.save(layers(0, 1), iteration=4, epoch=1)
     saver.wait_written(0)
     saver.save(layers(0), iteration=5, epoch=1)
@@ -299,48 +312,85 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert isinstance(sent[2], LayersSaved)
 
 
-@pytest.mark.parametrize("num_refusals", [1, 9])
-def test_the_last_save_is_tried_again_where_the_disk_refuses_for_a_moment(
-    num_refusals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class _RefusingDisk:
+    """Refuses the first writes.
+
+    Attributes:
+        num_refused: number of writes that it has refused.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, refusal: OSError, *, num_refusals: float = float("inf")
+    ) -> None:
+        self.num_refused = 0
+        write: Write = Tier.write_layer
+
+        def refuse_at_first(*arguments: Any, may_write: Callable[[], bool]) -> LayerFile:
+            if self.num_refused < num_refusals:
+                self.num_refused += 1
+                raise UnwritableError(str(refusal.strerror)) from refusal
+            return write(*arguments, may_write=may_write)
+
+        patch.setattr(Tier, "write_layer", refuse_at_first)
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_last_save_is_tried_again_as_long_as_the_disk_refuses_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No other save follows it; one that is refused for good is told all the same."""
-    monkeypatch.setattr("planaria.engine.saver._PAUSES_S", (0.01, 0.01))
+    """No other save follows it. It was lost for good after four refusals, in 3.5 s."""
+    monkeypatch.setattr("planaria.engine.saver._PAUSE_S", 0.001)
+    disk = _RefusingDisk(monkeypatch, FULL, num_refusals=9)
     sent: list[Message] = []
-    write: Write = Tier.write_layer
-    refusals = iter(range(num_refusals))
+    saver = saver_of(tmp_path, sent.append)
+    saver.save_last(layers(0, 1), iteration=4, epoch=1)
 
-    def refuse_at_first(*arguments: Any, may_write: Callable[[], bool]) -> LayerFile:
-        if next(refusals, None) is not None:
-            raise CheckpointError("input/output error")
-        return write(*arguments, may_write=may_write)
+    assert disk.num_refused == 9
+    assert [type(message) for message in sent] == [LayersSaved, LayersSaved]
+    assert caplog.text.count("tries again") == 1
 
-    monkeypatch.setattr(Tier, "write_layer", refuse_at_first)
-    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_over=never)
+
+@pytest.mark.parametrize(
+    ("number", "timeout_s", "is_tried_again"),
+    [(errno.ENOSPC, 0.5, True), (errno.EACCES, 600.0, False)],
+)
+def test_a_last_save_that_is_refused_for_good_is_told(
+    number: int,
+    timeout_s: float,
+    is_tried_again: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once where only the user can mend it; else before the coordinator has waited in vain."""
+    monkeypatch.setattr("planaria.engine.saver._PAUSE_S", 0.01)
+    reason = os.strerror(number)
+    disk = _RefusingDisk(monkeypatch, OSError(number, reason))
+    sent: list[Message] = []
+    begin_s = time.monotonic()
+    saver = saver_of(tmp_path, sent.append, timeout_s=timeout_s)
     saver.save_last(layers(0), iteration=4, epoch=1)
 
-    (message,) = sent
-    if num_refusals == 1:
-        assert isinstance(message, LayersSaved)
-    else:
-        refused = SaveFailed(rank=3, epoch=1, iteration=4, reason="input/output error")
-        assert message == refused
+    assert sent == [SaveFailed(rank=3, epoch=1, iteration=4, reason=reason)]
+    assert (disk.num_refused > 1) == is_tried_again
+    assert not is_tried_again or time.monotonic() - begin_s >= 0.8 * timeout_s
 
 
 def test_the_last_save_is_not_tried_again_once_its_epoch_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank is needed in the next one."""
-    monkeypatch.setattr("planaria.engine.saver._PAUSES_S", (60.0,))
+    monkeypatch.setattr("planaria.engine.saver._PAUSE_S", 30.0)
     sent: list[Message] = []
     over: set[int] = set()
 
     def refuse(*_: Any, **__: Any) -> LayerFile:
         over.add(1)
-        raise CheckpointError("input/output error")
+        raise UnwritableError("no space") from FULL
 
     monkeypatch.setattr(Tier, "write_layer", refuse)
-    tier = tier_of(str(tmp_path))
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    saver = saver_of(tmp_path, sent.append, is_over=over.__contains__)
     saver.save_last(layers(0), iteration=4, epoch=1)
     assert saver.wait_written(2, timeout_s=20.0)
 
@@ -373,8 +423,7 @@ def test_a_save_that_finds_no_memory_is_told_and_training_goes_on(
 ) -> None:
     """It ended the epoch, the third time the node; or only the next save told of it."""
     sent: list[Message] = []
-    tier = tier_of(str(tmp_path))
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=never)
+    saver = saver_of(tmp_path, sent.append)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, refuse)
         assert saver.save(layers(0), iteration=4, epoch=1)
@@ -393,9 +442,7 @@ def test_a_last_save_that_finds_no_memory_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training is over, and in the next epoch another holder of the layers may have memory."""
-    saver = Saver(
-        tier_of(str(tmp_path)), rank=3, send=lambda _: None, may_write=always, is_over=never
-    )
+    saver = saver_of(tmp_path, lambda _: None)
     monkeypatch.setattr(Tier, "write_layer", _no_memory)
 
     with pytest.raises(MemoryError):
@@ -411,13 +458,7 @@ def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
     sent: list[Message] = []
     is_member = threading.Event()
     is_member.set()
-    saver = Saver(
-        tier_of(str(tmp_path)),
-        rank=2,
-        send=sent.append,
-        may_write=is_member.is_set,
-        is_over=never,
-    )
+    saver = saver_of(tmp_path, sent.append, may_write=is_member.is_set)
     saver.save(layers(0, 1), iteration=4, epoch=1)
     is_member.clear()
     disk.may_write.set()
@@ -425,7 +466,7 @@ def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
 
     (message,) = sent
     assert isinstance(message, SaveFailed)
-    assert (message.rank, message.epoch, message.iteration) == (2, 1, 4)
+    assert (message.rank, message.epoch, message.iteration) == (3, 1, 4)
     assert "lease" in message.reason
     assert not any(tmp_path.iterdir())
 
@@ -436,7 +477,7 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
     def broken(message: Message) -> None:
         raise RuntimeError(f"cannot send {type(message).__name__}")
 
-    saver = Saver(tier_of(str(tmp_path)), rank=0, send=broken, may_write=always, is_over=never)
+    saver = saver_of(tmp_path, broken)
     saver.save(layers(0), iteration=1, epoch=0)
 
     with pytest.raises(RuntimeError, match="cannot send LayersSaved"):
@@ -445,8 +486,6 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
 
 def test_nothing_is_waited_for_where_nothing_was_saved(tmp_path: Path) -> None:
     """The end of a run that another rank saves."""
-    Saver(
-        tier_of(str(tmp_path)), rank=0, send=lambda _: None, may_write=always, is_over=never
-    ).wait_written(0)
+    saver_of(tmp_path, lambda _: None).wait_written(0)
 
     assert not any(tmp_path.iterdir())

@@ -113,7 +113,9 @@ def test_a_last_save_that_fails_is_an_error_and_older_ones_stay(
     Job(saving_job(directory, iterations=6)).train(server=server)
     filling = _Filling(directory / "filler", stays=True)
 
-    result = Job(saving_job(directory, iterations=24, every=100)).run(
+    job = saving_job(directory, iterations=24, every=100)
+    checkpoint = replace(job.checkpoint, timeout_s=6.0)  # It is tried again for that long.
+    result = Job(replace(job, checkpoint=checkpoint)).run(
         resume=True, server=server, display=filling
     )
 

@@ -4,17 +4,19 @@ The state is copied while training waits (milliseconds), then hashed and written
 most one copy is in memory: if a save is due while the one before is still being written, it waits
 until that one has taken `WAIT_S`; after that it is skipped, and the coordinator is told. Only the
 job's last save waits as long as its epoch lasts, and tries again what the disk or store refuses for
-a moment, for no other save follows. When the epoch is over, the rest of a save is not written.
+a while, for no other save follows. When the epoch is over, the rest of a save is not written.
 
 The thread is a daemon, so that it ends with the process: a disk or store may never answer.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from planaria.checkpoint.disk.storage import may_pass
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.messages import LayerFile, LayersSaved, Message, SaveFailed
 from planaria.engine.blame import is_of_memory
@@ -22,8 +24,12 @@ from planaria.engine.stage import HeldLayer
 from planaria.engine.staging import State
 from planaria.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 WAIT_S: Final = 1.0  # If a save takes longer, a save that is due meanwhile is skipped.
-_PAUSES_S: Final = (0.5, 1.0, 2.0)  # Pauses before the last save's next tries.
+_PAUSE_S: Final = 2.0  # Pause before each other try of the last save.
+# So it is told why before the coordinator, which waits for the last save, gives it up.
+_PATIENCE_SHARE: Final = 0.9
 _LOOK_S: Final = 0.02  # Interval at which waiting looks whether the epoch is over.
 
 
@@ -34,6 +40,7 @@ class Saver:
         may_write: tells whether the node still belongs to the job; called before each write. It
             may block until the node's lease is renewed.
         is_over: tells whether saves of an epoch are of no use any more.
+        timeout_s: longest time that the job waits for a last save of which nothing is written.
     """
 
     def __init__(
@@ -44,12 +51,14 @@ class Saver:
         send: Callable[[Message], None],
         may_write: Callable[[], bool],
         is_over: Callable[[int], bool],
+        timeout_s: float,
     ) -> None:
         self._tier = tier
         self._rank = rank
         self._send = send
         self._may_write = may_write
         self._is_over = is_over
+        self._patience_s = _PATIENCE_SHARE * timeout_s
         self._is_written = threading.Event()
         self._is_written.set()
         self._error: Exception | None = None
@@ -105,7 +114,7 @@ class Saver:
             epoch,
             is_reported=_is_refusal,
             is_unchanged=lambda: not self._is_over(epoch),
-            pauses_s=_PAUSES_S,
+            patience_s=self._patience_s,
         )
         self._last = iteration, epoch
 
@@ -140,7 +149,7 @@ class Saver:
                 epoch,
                 is_reported=_is_refusal_or_of_memory,
                 is_unchanged=lambda: True,
-                pauses_s=(),
+                patience_s=0.0,
             )
         except Exception as error:
             if not is_of_memory(error):
@@ -155,7 +164,7 @@ class Saver:
         *,
         is_reported: Callable[[Exception], bool],
         is_unchanged: Callable[[], bool],
-        pauses_s: Sequence[float],
+        patience_s: float,
     ) -> None:
         """Starts to write the states of layers.
 
@@ -163,12 +172,12 @@ class Saver:
             is_reported: tells whether an error of writing is reported as a failed save;
                 `wait_written` raises any other error.
             is_unchanged: tells whether nothing can have changed the states until now.
-            pauses_s: pauses after which a layer that was refused is written again.
+            patience_s: time for which a layer that is refused is tried again.
         """
 
         def write() -> None:
             try:
-                self._write_layers(states, iteration, epoch, is_unchanged, pauses_s)
+                self._write_layers(states, iteration, epoch, is_unchanged, patience_s)
             except Exception as error:
                 if is_reported(error):
                     self._report_failure(iteration, epoch, self._text(error), is_skipped=False)
@@ -197,14 +206,14 @@ class Saver:
         iteration: int,
         epoch: int,
         is_unchanged: Callable[[], bool],
-        pauses_s: Sequence[float],
+        patience_s: float,
     ) -> None:
         """Writes the layers; after each one, reports all files so far, to show the progress."""
         files = []
         for layer, state in states.items():
             tier, may_write = self._tier, self._may_write
             write = partial(tier.write_layer, iteration, epoch, layer, state, may_write=may_write)
-            file = self._written_file(write, epoch, pauses_s)
+            file = self._written_file(write, epoch, patience_s)
             if file is None or not is_unchanged():  # The file may have bytes of two ages.
                 return
             files.append(file)
@@ -213,20 +222,24 @@ class Saver:
             )
 
     def _written_file(
-        self, write: Callable[[], LayerFile], epoch: int, pauses_s: Sequence[float]
+        self, write: Callable[[], LayerFile], epoch: int, patience_s: float
     ) -> LayerFile | None:
-        """The file of a layer, tried again after each pause; None if the epoch is over before.
+        """The file of a layer; None if the epoch is over before it is written.
 
-        Another save may wait for its turn then.
+        Another save may wait for its turn then. A refusal that may pass is tried again.
         """
-        for pause_s in pauses_s:
-            if self._is_over(epoch):
-                return None
+        end_s, is_told = time.monotonic() + patience_s, False
+        while not self._is_over(epoch):
             try:
                 return write()
-            except CheckpointError:
-                self._wait(epoch, pause_s)
-        return None if self._is_over(epoch) else write()
+            except CheckpointError as error:
+                if not may_pass(error) or time.monotonic() + _PAUSE_S >= end_s:
+                    raise
+                if not is_told:
+                    logger.warning("rank %s tries again: %s", self._rank, error)
+                is_told = True
+            self._wait(epoch, _PAUSE_S)
+        return None
 
     def _wait(self, epoch: int, timeout_s: float) -> None:
         """Waits until the time or the epoch is over."""

@@ -120,6 +120,7 @@ class Worker:
             send=control.send,
             may_write=partial(pulse.wait_member, timeout_s=max(LEASE_TIMEOUT_S, spec.patience_s)),
             is_over=control.is_over,
+            timeout_s=self._job.checkpoint.timeout_s,
         )
         self._copying = Copying(spec, links, send=control.send, timeout_s=UNLIMITED_S)
         self._slowness = Slowness(links.timekeeper)
