@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from helpers.coordinated import (
@@ -92,7 +93,7 @@ def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool)
     """The save that is being made complete, or listed, may be the one to go back to."""
     state = publishing()
     if is_listing:
-        state = replace(state, saves=replace(state.saves, is_listing=True, publishing=frozenset()))
+        state = replace(state, saves=replace(state.saves, is_listing=True, publishing={}))
     state, commands = after(state, lost((0, 2)), RULES)
     assert state.phase is Phase.STOPPING
     assert not of_type(commands, RecordDecision)
@@ -203,20 +204,38 @@ def test_the_layers_of_a_last_save_stay_when_its_manifest_is_refused() -> None:
     assert (end.ending, end.reason) == (Ending.UNSAVED, reason)
 
 
-def test_the_layers_of_a_last_save_stay_when_its_manifest_is_refused_in_an_evaluation() -> None:
-    """Ranks tell of the last iteration once they have evaluated what it gave."""
-    training = replace(RULES.job.training, iterations=NEXT + 1)
+@pytest.mark.parametrize("is_refused_again", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_last_save_whose_manifest_is_refused_in_an_evaluation_is_tried_again_after_it(
+    *, is_early: bool, is_refused_again: bool
+) -> None:
+    """Ranks tell of the last iteration once they have evaluated what it gave. Such a save was given
+    up after 10 s, and its layers were removed where training ended before its last iteration."""
+    training = replace(RULES.job.training, iterations=NEXT + 10 if is_early else NEXT + 1)
     rules = replace(RULES, job=replace(RULES.job, training=training))
     state, _ = after(training_halves(rules), whole(NEXT + 1), rules)
     failed = SaveFailed(rank=BY_PUBLISHER, iteration=NEXT + 1, epoch=0, reason="503")
     state, refused = after(state, [failed], rules)
-    done = [iteration_report(r, NEXT, epoch=0, ends=True) for r in HALVES.ranks]
-    _, commands = after(state, done, rules)
+    assert not refused
+    done = [
+        msgspec.structs.replace(iteration_report(r, NEXT, epoch=0, ends=True), early=is_early)
+        for r in HALVES.ranks
+    ]
+    state, commands = after(state, done, rules)
+    assert state.phase is Phase.SAVING
+    (publish,) = of_type(commands, Publish)
+    assert (publish.iteration, len(publish.files)) == (NEXT + 1, len((*LOWER, *UPPER)))
+    assert not of_type(commands, Discard)
+    answer = failed if is_refused_again else Published(NEXT + 1, 0)
+    _, commands = after(state, [answer], rules)
 
-    assert not of_type((*refused, *commands), Discard)
+    assert not of_type(commands, Discard)
     (end,) = of_type(commands, End)
-    assert end.ending is Ending.UNSAVED
-    assert f"503; all its layers stay in checkpoints/{NEXT + 1}-0" in end.reason
+    if is_refused_again:
+        assert end.ending is Ending.UNSAVED
+        assert f"503; all its layers stay in checkpoints/{NEXT + 1}-0" in end.reason
+    else:
+        assert end.ending is Ending.FINISHED
 
 
 @pytest.mark.parametrize("is_behind", [False, True])

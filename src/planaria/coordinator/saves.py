@@ -88,7 +88,7 @@ def publish_next(state: JobState) -> Step:
     newer = {k: v for k, v in saves.files.items() if k > key}
     commands += _partial_notices(state, [k for k in saves.files if k < key], "nodes that left")
     publish = Publish(*key, tuple(files[layer] for layer in sorted(files)), unused=saves.spoilt)
-    saves = replace(saves, files=newer, publishing=saves.publishing | {key})
+    saves = replace(saves, files=newer, publishing={**saves.publishing, key: files})
     return replace(state, saves=saves), (*commands, publish)
 
 
@@ -177,9 +177,23 @@ def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
 
 def _save_failed(rules: Rules, state: JobState, event: SaveFailed) -> Step:
     """Gives up a save that cannot become complete, and publishes the next one."""
+    key = (event.iteration, event.epoch)
+    if _may_be_last(state, key):
+        files = {**state.saves.files, key: state.saves.publishing[key]}
+        state = _without_publishing(state, key)
+        return replace(state, saves=replace(state.saves, files=files)), ()
     state, commands = _give_up(rules, state, event)
     state, publishes = publish_next(state)
     return state, (*commands, *publishes)
+
+
+def _may_be_last(state: JobState, key: tuple[int, int]) -> bool:
+    """Whether a save whose manifest is refused may turn out to be the last one.
+
+    Ranks begin the last save before the evaluation after which they report their last iteration.
+    """
+    is_uncommitted = key[0] > state.commits.next_iteration and key[1] == state.epoch
+    return is_uncommitted and state.phase is Phase.TRAINING and key in state.saves.publishing
 
 
 def _give_up(rules: Rules, state: JobState, event: SaveFailed) -> Step:
@@ -268,7 +282,13 @@ def await_saves(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def await_last_save(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Waits for the last save as long as the disk writes; gives it up after the timeout."""
+    """Waits for the last save as long as the disk writes; gives it up after the timeout.
+
+    If its manifest was refused while ranks evaluated, it is published again.
+    """
+    state, publishes = publish_next(state)
+    if publishes:
+        return state, publishes
     checkpoint, silent_s = rules.job.checkpoint, now_s - state.saves.wrote_s
     where, timeout_s = checkpoint.directory, checkpoint.timeout_s
     if silent_s >= timeout_s:
@@ -291,4 +311,5 @@ def await_last_save(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _without_publishing(state: JobState, key: tuple[int, int]) -> JobState:
     """The state in which that save is no longer being published."""
-    return replace(state, saves=replace(state.saves, publishing=state.saves.publishing - {key}))
+    publishing = {k: files for k, files in state.saves.publishing.items() if k != key}
+    return replace(state, saves=replace(state.saves, publishing=publishing))

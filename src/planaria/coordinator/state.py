@@ -185,7 +185,7 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
         spoilt: versions of the disk tier that turned out not to be what was saved.
         checking: versions of which a node says that they are spoilt, with what it says, while the
             head reads them itself.
-        publishing: saves whose manifests are being written.
+        publishing: files by layer of saves whose manifests are being written.
         unsaved: reasons why saves of this run failed, by save, the newest first.
         kept: failed saves whose layers stay on disk, all of them, without a manifest.
         is_listing: whether it is still unknown which saves existed when this coordinator began.
@@ -203,7 +203,9 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[tuple[int, int], ...] = ()
     spoilt: frozenset[str] = frozenset()
     checking: Mapping[str, CopySpoilt] = msgspec.field(default_factory=dict)
-    publishing: frozenset[tuple[int, int]] = frozenset()
+    publishing: Mapping[tuple[int, int], Mapping[int, LayerFile]] = msgspec.field(
+        default_factory=dict
+    )
     unsaved: Mapping[tuple[int, int], str] = msgspec.field(default_factory=dict)
     kept: frozenset[tuple[int, int]] = frozenset()
     is_listing: bool = False
