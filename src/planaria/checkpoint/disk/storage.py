@@ -36,7 +36,8 @@ _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_htt
 _RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
 _PIECE_BYTES: Final = 16 << 20
 _PIECES_AT_ONCE: Final = 4
-_PUT_BYTES: Final = 5 << 20  # Stores take no smaller parts of a content.
+_PUT_BYTES: Final = 5 << 20  # Stores take no smaller parts of a content,
+_PUTS_MAX: Final = 10_000  # and no more parts of one.
 
 VERSION_NAME: Final = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 PARTIAL: Final = ".partial"  # How the names of files end that are still being written.
@@ -383,10 +384,12 @@ class Objects:
     def write(self, name: str, content: Content, *, may_write: Callable[[], bool]) -> None:
         check_member(self.where(name), may_write)
         parts = parts_of(content)
-        is_small = sum(map(len, parts)) <= _PUT_BYTES  # It goes as one request.
-        source = b"".join(parts) if is_small else _pieces(parts)
+        num_bytes = sum(map(len, parts))
+        put_bytes = max(_PUT_BYTES, -(-num_bytes // _PUTS_MAX))
+        is_small = num_bytes <= put_bytes  # It goes as one request.
+        source = b"".join(parts) if is_small else _pieces(parts, put_bytes)
         try:
-            self._obstore.put(self._store, name, source, chunk_size=_PUT_BYTES)
+            self._obstore.put(self._store, name, source, chunk_size=put_bytes)
         except self._errors as error:
             raise self._write_error(name, error) from error
 
@@ -433,12 +436,12 @@ def check_member(where: str, may_write: Callable[[], bool]) -> None:
         raise CheckpointError(f"{where} is not written: the node's lease has run out")
 
 
-def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+def _pieces(parts: Sequence[bytes | memoryview], piece_bytes: int) -> Iterator[memoryview]:
     """Views of all bytes, in order and in small pieces: obstore has copies of several at once."""
     for part in parts:
         view = memoryview(part)
-        for first in range(0, len(view), _PUT_BYTES):
-            yield view[first : first + _PUT_BYTES]
+        for first in range(0, len(view), piece_bytes):
+            yield view[first : first + piece_bytes]
 
 
 def _error_text(error: Exception) -> str:
