@@ -170,6 +170,8 @@ def _changed(state: dict[str, Any], change: str) -> None:
         model["1.bias"] = torch.zeros(9)
     elif change == "frozen":
         model["0.weight"] = model["0.weight"] + 1
+    elif change == "buffer":
+        model["1.scale"] = model["1.scale"] + 1
     elif change == "steps":
         optimizer["1.bias"]["step"] = torch.tensor(8.0)
     else:
@@ -185,6 +187,7 @@ def _changed(state: dict[str, Any], change: str) -> None:
         ),
         ("shape", r"its 1.bias is \(9,\), and that of the job's model \(5,\)"),
         ("frozen", r"its 0\.weight is not what the function of model\.target gives"),
+        ("buffer", r"its 1\.scale is not what the function of model\.target gives"),
         ("steps", "its parameters were stepped 3 to 8 times"),
         ("optimizer", r"keeps exp_avg, exp_avg_sq, step of 1\.bias, and .* has exp_avg, step"),
     ],

@@ -125,8 +125,8 @@ class _ImportedState:
         """The state of a layer, as saves have it.
 
         Raises:
-            ConfigError: a tensor has another shape, a frozen parameter has another value, or one
-                parameter has two.
+            ConfigError: a tensor has another shape, a frozen parameter or a buffer has another
+                value, or one parameter has two.
         """
         shapes = self.model.parameter_shapes(layer)
         names = {f"parameter/{name}": self.parameters[name] for name in shapes}
@@ -139,23 +139,26 @@ class _ImportedState:
             if own != shape:
                 remedy = f"its {name} is {tuple(own)}, and that of the job's model {tuple(shape)}"
                 raise ConfigError("SOURCE", self.where, remedy)
-        parameters = dict(self.model.structure(layer).named_parameters(remove_duplicate=False))
-        self._refuse_other_frozen(parameters)
+        structure = self.model.structure(layer)
+        parameters = dict(structure.named_parameters(remove_duplicate=False))
+        frozen = {name: each for name, each in parameters.items() if not each.requires_grad}
+        kept = structure.state_dict().keys()  # Other buffers are made with the layer.
+        buffers = structure.named_buffers(remove_duplicate=False)
+        self._refuse_other_frozen(frozen | {name: each for name, each in buffers if name in kept})
         self._refuse_unequal_names(parameters)
         return {name: _array(name, tensors[place]) for name, place in names.items()}
 
-    def _refuse_other_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Refuses another value of a frozen parameter than training would have."""
-        frozen = {
-            f"{self.prefix}{name}": parameter
-            for name, parameter in parameters.items()
-            if not parameter.requires_grad and f"{self.prefix}{name}" in self.source.names
-        }
-        for name, value in self.source.read(list(frozen)).items():
-            if not torch.equal(value.to(torch.float32), frozen[name].detach()):
+    def _refuse_other_frozen(self, frozen: Mapping[str, Tensor]) -> None:
+        """Refuses another value of what the job does not train than training would have."""
+        places = [f"{self.prefix}{name}" for name in frozen]
+        known = [place for place in places if place in self.source.names]
+        for place, value in self.source.read(known).items():
+            name = place.removeprefix(self.prefix)
+            own_value = frozen[name].detach()
+            if not torch.equal(value.to(own_value.dtype), own_value):
                 own = "the function of model.target gives with training.seed"
                 remedy = (
-                    f"its {name.removeprefix(self.prefix)} is not what "
+                    f"its {name} is not what "
                     f"{own if self.is_own else 'model.path or the seed gives'}, and the job does "
                     "not train it; begin with the model that the state was made from"
                 )
