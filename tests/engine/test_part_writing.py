@@ -1,20 +1,26 @@
 """Ranks without a head come to one age by what they tell each other at the place of saves."""
 
+import errno
+import itertools
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from planaria.checkpoint.disk.assembly import assemble
 from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RunPlace, next_run
+from planaria.checkpoint.disk.storage import Storage
 from planaria.checkpoint.disk.tiers import Tier, tier_of
 from planaria.core.messages import PartSaved
 from planaria.engine.part_writing import save_part
+from planaria.errors import CheckpointError, UnreadableError, UnwritableError
 
 NUM_LAYERS = 3
 TIMEOUT_S = 30.0  # No test waits for it unless a rank is missing.
@@ -48,7 +54,14 @@ class Rank:
         assert (iteration, vector) == (17, VECTOR)
         self.age = 18
 
-    def save(self, run: RunPlace, *, since: int = -1, timeout_s: float = TIMEOUT_S) -> None:
+    def save(
+        self,
+        run: RunPlace,
+        *,
+        since: int = -1,
+        timeout_s: float = TIMEOUT_S,
+        patience_s: float = TIMEOUT_S,
+    ) -> None:
         save_part(
             run,
             PartAnswer(
@@ -63,6 +76,7 @@ class Rank:
             num_layers=NUM_LAYERS,
             devices_per_node=1,
             timeout_s=timeout_s,
+            patience_s=patience_s,
             apply=self.apply,
             tell=self.messages.append,
         )
@@ -153,3 +167,66 @@ def test_a_rank_whose_node_is_out_writes_nothing(run: RunPlace) -> None:
     assert rank.messages[-1].is_done
     assert "without node 1" in rank.messages[-1].reason
     assert (run.contents().answers, run.contents().parts) == ((), ())
+
+
+class _RefusingStorage:
+    """A storage that refuses some requests, counted from 1.
+
+    Attributes:
+        num_requests: number of requests so far.
+    """
+
+    def __init__(self, storage: Storage, *, refused: Container[int]) -> None:
+        self.num_requests = 0
+        self._storage = storage
+        self._refused = refused
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._storage, name)
+        return method if name == "where" else partial(self._request, method)
+
+    def _request(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self.num_requests += 1
+        if self.num_requests in self._refused:
+            kind = UnwritableError if method.__name__ == "write" else UnreadableError
+            raise kind("503") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return method(*arguments, **named)
+
+
+def test_a_rank_saves_although_the_place_refuses_any_request_for_a_moment(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first refusal cost all that the node held. The agent hears meanwhile that it goes on."""
+    monkeypatch.setattr("planaria.engine.part_writing._PAUSE_S", 0.0)
+    num_requests = 0
+    for number in itertools.count(1):
+        name = next_run(tier.storage, f"{number:x}")
+        mark = EpochMark(epoch=0, nodes=(1,), job={})
+        RunPlace(tier.storage, name).write_mark(mark)
+        refusing = _RefusingStorage(tier.storage, refused=(number, number + 1))
+        rank = Rank(1, (0, 1, 2), age=17)
+        rank.save(RunPlace(cast(Storage, refusing), name))
+        if refusing.num_requests < number:
+            break
+        num_requests = max(num_requests, refusing.num_requests)
+        told = [(message.num_layers, message.is_done) for message in rank.messages]
+        assert told[-1] == (3, True), number
+        assert told == sorted(told), number
+        assert len(told) >= 5, number
+        assert len(RunPlace(tier.storage, name).contents().parts) == 1, number
+
+    assert num_requests > 10
+
+
+def test_a_rank_gives_up_what_the_place_refuses_for_good(
+    run: RunPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node ends then, so that the machine may have another job."""
+    monkeypatch.setattr("planaria.engine.part_writing._PAUSE_S", 0.01)
+    refusing = _RefusingStorage(run.storage, refused=range(4, 1 << 30))
+    rank = Rank(1, (0, 1, 2), age=17)
+
+    with pytest.raises(CheckpointError, match="503"):
+        rank.save(RunPlace(cast(Storage, refusing), run.name), patience_s=0.2)
+    assert refusing.num_requests > 5
+    assert not any(message.is_done for message in rank.messages)

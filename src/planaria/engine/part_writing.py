@@ -1,22 +1,31 @@
 """Saves what one rank holds, by itself: there is no head any more that could say who saves what.
 
 The rank answers the others at the place of saves, waits for their answers, applies the newest
-commit vector in any of them, and writes all its layers. So all ranks come to the same age.
+commit vector in any of them, and writes all its layers. So all ranks come to the same age. What the
+place refuses for a while is tried again: nobody else may hold these layers.
 
 Source: docs/protocol.md, "Nodes without a head".
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, PartLayer, RankPart, RunPlace
+from planaria.checkpoint.disk.storage import may_pass
 from planaria.core.messages import PartSaved
 from planaria.engine.stage import HeldLayer
+from planaria.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.2
+_PAUSE_S: Final = 2.0  # Pause before a refused request is made again.
 
 Layers = Callable[[], Mapping[int, HeldLayer]]
+Answer = TypeVar("Answer")
 
 
 def save_part(
@@ -27,6 +36,7 @@ def save_part(
     num_layers: int,
     devices_per_node: int,
     timeout_s: float,
+    patience_s: float,
     apply: Callable[[int, bytes], None],
     tell: Callable[[PartSaved], None],
 ) -> None:
@@ -36,28 +46,34 @@ def save_part(
         layers: returns the complete layers.
         num_layers: number of layers of the model.
         timeout_s: longest wait for the answers of others.
+        patience_s: time for which each request is tried again that the storage refuses.
         apply: takes the optimizer steps of an iteration, given its vector.
 
     Raises:
-        CheckpointError: the storage refuses.
+        CheckpointError: the storage refuses for good.
     """
     rank = answer.rank
-    if reason := run.refusal(node=answer.node, epoch=answer.epoch):
+    files: list[PartLayer] = []
+    storage = _PatientStorage(lambda: tell(_progress(rank, files)), patience_s=patience_s)
+    reason = storage.request(lambda: run.refusal(node=answer.node, epoch=answer.epoch))
+    if reason:
         tell(PartSaved(rank=rank, is_done=True, reason=reason))
         return
 
     def may_write() -> bool:
         return not run.refusal(node=answer.node, epoch=answer.epoch)
 
-    run.write_answer(answer)
-    answers = _wait_answers(run, answer, devices_per_node=devices_per_node, timeout_s=timeout_s)
+    storage.request(lambda: run.write_answer(answer))
+    answers = _wait_answers(
+        run, answer, storage, devices_per_node=devices_per_node, timeout_s=timeout_s
+    )
     newest = max(answers, key=lambda other: other.vector_iteration)
     if newest.vector:
         apply(newest.vector_iteration, newest.vector)
-    files: list[PartLayer] = []
     for layer, held in sorted(layers().items()):
         state = dict(held.state_views())
-        files.append(run.write_layer(layer, state, age=held.age, rank=rank, may_write=may_write))
+        write = partial(run.write_layer, layer, state, age=held.age, rank=rank)
+        files.append(storage.request(partial(write, may_write=may_write)))
         tell(_progress(rank, files))
     part = RankPart(
         node=answer.node,
@@ -67,8 +83,45 @@ def save_part(
         num_layers=num_layers,
         layers=tuple(files),
     )
-    run.write_part(part, may_write=may_write)
+    storage.request(lambda: run.write_part(part, may_write=may_write))
     tell(_progress(rank, files, is_done=True))
+
+
+class _PatientStorage:
+    """Makes requests again that the place of saves refuses for a while.
+
+    Args:
+        tell_life: tells the agent, after each refusal, that the rank goes on.
+        patience_s: time for which a request is made again.
+
+    Attributes:
+        refused_s: time of the last refusal; -inf: there was none.
+    """
+
+    def __init__(self, tell_life: Callable[[], None], *, patience_s: float) -> None:
+        self._tell_life = tell_life
+        self._patience_s = patience_s
+        self.refused_s = float("-inf")
+
+    def request(self, make: Callable[[], Answer]) -> Answer:
+        """The answer to a request.
+
+        Raises:
+            CheckpointError: the place refuses for good, or for too long.
+        """
+        end_s, is_told = time.monotonic() + self._patience_s, False
+        while True:
+            try:
+                return make()
+            except CheckpointError as error:
+                self.refused_s = time.monotonic()
+                if not may_pass(error) or self.refused_s + _PAUSE_S >= end_s:
+                    raise
+                if not is_told:
+                    logger.warning("tried again for %g s: %s", self._patience_s, error)
+                is_told = True
+            self._tell_life()
+            time.sleep(_PAUSE_S)
 
 
 def _progress(rank: int, files: list[PartLayer], *, is_done: bool = False) -> PartSaved:
@@ -77,13 +130,20 @@ def _progress(rank: int, files: list[PartLayer], *, is_done: bool = False) -> Pa
 
 
 def _wait_answers(
-    run: RunPlace, own: PartAnswer, *, devices_per_node: int, timeout_s: float
+    run: RunPlace,
+    own: PartAnswer,
+    storage: _PatientStorage,
+    *,
+    devices_per_node: int,
+    timeout_s: float,
 ) -> list[PartAnswer]:
     """The answers of the ranks of the newest epoch, this one included, built on the same origin."""
-    end_s = time.monotonic() + timeout_s
+    begin_s = time.monotonic()
     while True:
-        mark, answers = run.newest_mark(), run.answers()
+        mark, answers = storage.request(lambda: (run.newest_mark(), run.answers()))
         present = {answer.rank for answer in answers}
+        # The answers of others may have been refused as well.
+        end_s = max(begin_s, storage.refused_s) + timeout_s
         if _has_all(mark, present, devices_per_node) or time.monotonic() > end_s:
             break
         time.sleep(_LOOK_S)

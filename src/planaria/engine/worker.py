@@ -404,6 +404,7 @@ class Worker:
                 num_layers=self._stage.model.num_layers,
                 devices_per_node=job.cluster.devices_per_node,
                 timeout_s=meeting_s(job.cluster.lease_s),
+                patience_s=job.checkpoint.timeout_s,
                 apply=self._apply_encoded,
                 tell=self._control.send,
             )
