@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from helpers.linked_ranks import in_threads, wait_until
 from planaria.checkpoint.disk.assembly import assemble
-from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, RunPlace, next_run
+from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, PartLayer, RunPlace, next_run
 from planaria.checkpoint.disk.storage import Storage
 from planaria.checkpoint.disk.tiers import Tier, tier_of
 from planaria.core.messages import PartSaved
@@ -230,3 +232,34 @@ def test_a_rank_gives_up_what_the_place_refuses_for_good(
         rank.save(RunPlace(cast(Storage, refusing), run.name), patience_s=0.2)
     assert refusing.num_requests > 5
     assert not any(message.is_done for message in rank.messages)
+
+
+def test_the_next_head_sees_that_a_rank_writes_what_a_store_does_not_list_yet(
+    run: RunPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store lists a content once it is whole. The head heard nothing for a minute, and went on
+    from an older save."""
+    monkeypatch.setattr("planaria.engine.part_writing._SIGN_S", 0.01)
+    may_end = threading.Event()
+    write_layer = RunPlace.write_layer
+
+    def upload(*arguments: Any, **named: Any) -> PartLayer:
+        assert may_end.wait(20.0)
+        return write_layer(*arguments, **named)
+
+    monkeypatch.setattr(RunPlace, "write_layer", upload)
+    with in_threads(lambda: Rank(1, (0,), age=17).save(run, timeout_s=0.0)) as (saving,):
+        try:
+            seen: set[float] = set()
+
+            def has_changed_twice() -> bool:
+                entry = run.storage.entries(run.name).get(f"{run.name}/answer-00001")
+                seen.update([entry.modified_s] if entry else [])
+                return len(seen) >= 3
+
+            wait_until(has_changed_twice)
+        finally:
+            may_end.set()
+        saving.result(timeout=20.0)
+
+    assert len(run.contents().parts) == 1

@@ -8,8 +8,10 @@ Source: docs/protocol.md, "Nodes without a head".
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.2
 _PAUSE_S: Final = 2.0  # Pause before a refused request is made again.
+_SIGN_S: Final = 20.0  # Interval of signs of life; the next head waits for a minute without one.
 
 Layers = Callable[[], Mapping[int, HeldLayer]]
 Answer = TypeVar("Answer")
@@ -70,11 +73,12 @@ def save_part(
     newest = max(answers, key=lambda other: other.vector_iteration)
     if newest.vector:
         apply(newest.vector_iteration, newest.vector)
-    for layer, held in sorted(layers().items()):
-        state = dict(held.state_views())
-        write = partial(run.write_layer, layer, state, age=held.age, rank=rank)
-        files.append(storage.request(partial(write, may_write=may_write)))
-        tell(_progress(rank, files))
+    with _signs_of_life(run, answer):
+        for layer, held in sorted(layers().items()):
+            state = dict(held.state_views())
+            write = partial(run.write_layer, layer, state, age=held.age, rank=rank)
+            files.append(storage.request(partial(write, may_write=may_write)))
+            tell(_progress(rank, files))
     part = RankPart(
         node=answer.node,
         rank=rank,
@@ -87,6 +91,29 @@ def save_part(
     tell(_progress(rank, files, is_done=True))
 
 
+@contextmanager
+def _signs_of_life(run: RunPlace, answer: PartAnswer) -> Iterator[None]:
+    """Writes a rank's answer again and again, while a store may not list what is being written.
+
+    The next head waits for parts as long as anything changes (job/lost_heads.py).
+    """
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.wait(_SIGN_S):
+            # Its storage may refuse, and then the next sign may come through.
+            with suppress(CheckpointError, MemoryError):
+                if not run.refusal(node=answer.node, epoch=answer.epoch):
+                    run.write_answer(answer)
+
+    with suppress(RuntimeError):  # The machine allows no more threads.
+        threading.Thread(target=write, name="signs", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
 class _PatientStorage:
     """Makes requests again that the place of saves refuses for a while.
 
@@ -95,12 +122,13 @@ class _PatientStorage:
         patience_s: time for which a request is made again.
 
     Attributes:
+        patience_s: see above.
         refused_s: time of the last refusal; -inf: there was none.
     """
 
     def __init__(self, tell_life: Callable[[], None], *, patience_s: float) -> None:
         self._tell_life = tell_life
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self.refused_s = float("-inf")
 
     def request(self, make: Callable[[], Answer]) -> Answer:
@@ -109,7 +137,7 @@ class _PatientStorage:
         Raises:
             CheckpointError: the place refuses for good, or for too long.
         """
-        end_s, is_told = time.monotonic() + self._patience_s, False
+        end_s, is_told = time.monotonic() + self.patience_s, False
         while True:
             try:
                 return make()
@@ -118,7 +146,7 @@ class _PatientStorage:
                 if not may_pass(error) or self.refused_s + _PAUSE_S >= end_s:
                     raise
                 if not is_told:
-                    logger.warning("tried again for %g s: %s", self._patience_s, error)
+                    logger.warning("tried again for %g s: %s", self.patience_s, error)
                 is_told = True
             self._tell_life()
             time.sleep(_PAUSE_S)
@@ -143,7 +171,8 @@ def _wait_answers(
         mark, answers = storage.request(lambda: (run.newest_mark(), run.answers()))
         present = {answer.rank for answer in answers}
         # The answers of others may have been refused as well.
-        end_s = max(begin_s, storage.refused_s) + timeout_s
+        waits_since_s = min(storage.refused_s, begin_s + storage.patience_s)
+        end_s = max(begin_s, waits_since_s) + timeout_s
         if _has_all(mark, present, devices_per_node) or time.monotonic() > end_s:
             break
         time.sleep(_LOOK_S)
