@@ -182,6 +182,26 @@ def test_a_refused_save_is_tried_again_for_as_long_as_the_job_waits_for_it(
     assert "No space left on device; free some space there" in failed.reason
 
 
+def test_a_refused_save_is_given_up_soon_once_training_goes_on_after_a_last_save(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few nodes were left, and the job saved; then others came. A recovery that had to know of
+    the save waited for it for minutes."""
+    monkeypatch.setattr(f"{PUBLISHER}._NEXT_TRY_S", 0.01)
+    link = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(os, "link", link)
+    threaded.thread.end_training(timeout_s=600.0, removal_timeout_s=600.0)
+    threaded.thread.continue_training()
+    threaded.may_answer.set()
+    threaded.now_s = 0.0
+    threaded.ask(1)
+    threaded.now_s = SLOW_S
+    wait_for(lambda: threaded.events != [], what="the end of tries")
+
+    (failed,) = threaded.events
+    assert isinstance(failed, SaveFailed)
+
+
 def test_a_disk_that_does_not_answer_holds_up_the_end_for_a_while_only(
     threaded: _Threaded,
 ) -> None:

@@ -479,6 +479,8 @@ class _Leader:
                 await asyncio.sleep(period_s)
                 if self._leadership.state.phase is Phase.SAVING:
                     self._publishing.end_training(**self._patience_s)
+                elif self._leadership.state.phase is Phase.TRAINING:
+                    self._publishing.continue_training()
                 self._publishing.tick()
                 self._leadership.tick()
                 last_s, before_s = time.monotonic(), last_s

@@ -455,6 +455,11 @@ class PublisherThread:
                 self._warned_s = SLOW_S / 2.0  # The user waits from now on.
             self._patience_s = timeout_s, removal_timeout_s
 
+    def continue_training(self) -> None:
+        """Must be called while training goes on, since it may have ended for a while before."""
+        with self._changed:
+            self._patience_s = None
+
     def finish(self, *, timeout_s: float, removal_timeout_s: float) -> Unfinished:
         """Blocks until all requests are carried out, take too long, or fail; returns what is left.
 
