@@ -2,17 +2,35 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from helpers.command import PACED
+from helpers.jobs import tiny_job
+from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.chaos import runs
-from planaria.chaos.runs import Chaos, RunOutcome, _Bound, _execute, _RunPlace
-from planaria.core.job import JobConfig
+from planaria.chaos.draw import Draw
+from planaria.chaos.runs import (
+    Chaos,
+    RunOutcome,
+    _Bound,
+    _execute,
+    _possible_kinds,
+    _run_config,
+    _RunPlace,
+)
+from planaria.chaos.verdict import BaselineRun
+from planaria.core.inject import LOCAL_KINDS
+from planaria.core.job import ClusterConfig, JobConfig, ModelConfig, ResilienceConfig
+from planaria.core.plan import ModelProfile
+from planaria.core.specs import Prepared
 from planaria.errors import TrainingError
+from planaria.job.planning import num_nodes_max, plan_job, problem_of
 from planaria.job.training_job import Job
 
 
@@ -65,3 +83,60 @@ def test_runs_look_for_the_users_modules_where_their_job_does(
 
     assert paths == [(str(PACED.parent),)] * 2
     assert len(wrongs) == 1
+
+
+def _profile(*, num_bytes: int, working_bytes: int = 0, num_layers: int = 4) -> ModelProfile:
+    """A profile whose last layer has these sizes; the others are small."""
+    small = layer_profile("small", 0.01, parameter_bytes=MEBIBYTE)
+    last = layer_profile("last", 0.01, parameter_bytes=num_bytes)
+    return model_profile((*(small,) * (num_layers - 1), replace(last, working_bytes=working_bytes)))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "working_bytes", "guard", "kind", "has_flips"),
+    [
+        (4 * MEBIBYTE, 0, True, "hf", True),
+        (4 * MEBIBYTE, 0, False, "hf", False),
+        (4 * MEBIBYTE + 4, 0, True, "hf", False),
+        (3 * MEBIBYTE, 2 * MEBIBYTE, True, "hf", False),
+        (64 * MEBIBYTE, 0, True, "paced", True),
+    ],
+)
+def test_no_bit_flips_where_the_job_does_not_promise_to_find_it_in_time(
+    num_bytes: int, working_bytes: int, guard: bool, kind: Literal["hf", "paced"], has_flips: bool
+) -> None:
+    """Sound runs were called wrong: of a large layer 4 MiB are compared at a time."""
+    resilience = ResilienceConfig(corruption_guard=guard)
+    config = JobConfig(model=ModelConfig(kind=kind), resilience=resilience)
+
+    kinds = _possible_kinds(config, _profile(num_bytes=num_bytes, working_bytes=working_bytes))
+
+    assert set(kinds) == set(LOCAL_KINDS) - (set() if has_flips else {"flip"})
+
+
+@pytest.mark.parametrize(("nodes", "num_joins", "max_nodes"), [(8, 1, 8), (6, 3, 8), (5, 2, 7)])
+def test_no_more_nodes_are_to_join_than_there_is_work_for(
+    nodes: int, num_joins: int, max_nodes: int, tmp_path: Path
+) -> None:
+    """Four layers of two microbatches keep eight nodes at work; a ninth was called a mistake."""
+    config = replace(
+        tiny_job("gpt2", tmp_path, global_batch_size=4), cluster=ClusterConfig(nodes=nodes)
+    )
+    profile = _profile(num_bytes=MEBIBYTE)
+    problem = problem_of(config, profile, processors=0)
+    baseline = BaselineRun(
+        parameters_sha256="",
+        optimizer_sha256="",
+        sample_digests={},
+        training_s=1.0,
+        wall_s=1.0,
+        num_needed=1,
+        num_nodes_max=num_nodes_max(problem),
+        num_layers=4,
+    )
+    draw = Draw(specs=(f"join:{num_joins}@1",), num_joins=num_joins, persist_every=0)
+
+    run_config = _run_config(config, draw, tmp_path, baseline=baseline)
+
+    assert run_config.cluster.max_nodes == max_nodes
+    plan_job(run_config, Prepared(profile=profile))

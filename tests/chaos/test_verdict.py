@@ -62,7 +62,7 @@ def report(*, numbers: tuple[int, ...] = (0, 1, 2, 3), **fields: Any) -> Report:
 
 
 def baseline() -> BaselineRun:
-    return baseline_run(report(), num_needed=2, num_layers=10)
+    return baseline_run(report(), num_needed=2, num_nodes_max=20, num_layers=10)
 
 
 def event(kind: str, *nodes: int, **fields: Any) -> EventRecord:

@@ -36,11 +36,12 @@ from planaria.chaos.verdict import (
     violations,
     violations_until_end,
 )
-from planaria.core.inject import KINDS, parse_injection
+from planaria.core.agreement import SAMPLE_BYTES
+from planaria.core.inject import KINDS, LOCAL_KINDS, parse_injection
 from planaria.core.job import JobConfig
-from planaria.core.plan import Plan
+from planaria.core.plan import ModelProfile, Plan
 from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
-from planaria.job.planning import Planned, fork_server
+from planaria.job.planning import Planned, fork_server, num_nodes_max
 from planaria.job.training_job import Display, Job, SilentDisplay, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
@@ -139,7 +140,9 @@ class Chaos:
                     tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as saves,
                     _open_place(self._job, draw.surroundings, place) as run_place,
                 ):
-                    run_config = _run_config(config, draw, Path(saves) / "checkpoints")
+                    run_config = _run_config(
+                        config, draw, Path(saves) / "checkpoints", baseline=baseline
+                    )
                     outcome = _outcome(
                         run_config, draw, number=number, baseline=baseline, place=run_place
                     )
@@ -168,14 +171,19 @@ class Chaos:
         num_needed = smallest_num_nodes(result.planned.problem)
         if config.resilience.when_below == "stop":
             num_needed *= config.resilience.failures_tolerated + 1
-        num_layers = result.planned.plan.num_layers
-        baseline = baseline_run(result.report, num_needed=num_needed, num_layers=num_layers)
+        baseline = baseline_run(
+            result.report,
+            num_needed=num_needed,
+            num_nodes_max=num_nodes_max(result.planned.problem),
+            num_layers=result.planned.plan.num_layers,
+        )
         limits = DrawLimits(
             num_nodes=config.cluster.nodes,
             num_needed=num_needed,
             iterations=len(baseline.sample_digests),
             training_s=baseline.training_s,
             lease_s=config.cluster.lease_s,
+            kinds=_possible_kinds(config, result.planned.problem.profile),
             temporaries=possible_temporaries(place.directory),
         )
         return baseline, limits, config
@@ -480,10 +488,28 @@ def _train_baseline(config: JobConfig, place: _RunPlace, name: str) -> TrainingR
     return place.job(_saving_to(config, place.directory / name)).train(server=place.server)
 
 
-def _run_config(config: JobConfig, draw: Draw, directory: Path) -> JobConfig:
-    """The settings of a run, with a directory of its own for saves."""
+def _possible_kinds(config: JobConfig, profile: ModelProfile) -> tuple[str, ...]:
+    """The kinds of faults that the job promises to survive with the right bits.
+
+    A flipped bit spoils gradients first if nothing is compared, or if layers are compared by turns.
+    The profile of a paced job has sizes that its layers do not have: these are small.
+    """
+    sizes_bytes = [layer.parameter_bytes + layer.working_bytes for layer in profile.layers]
+    is_small = config.model.kind == "paced" or max(sizes_bytes) <= SAMPLE_BYTES
+    if config.resilience.corruption_guard and is_small:
+        return LOCAL_KINDS
+    return tuple(kind for kind in LOCAL_KINDS if kind != "flip")
+
+
+def _run_config(
+    config: JobConfig, draw: Draw, directory: Path, *, baseline: BaselineRun
+) -> JobConfig:
+    """The settings of a run, with a directory of its own for saves.
+
+    Nodes for which there is no work join all the same, and wait.
+    """
     config = _saving_to(config, directory)
-    num_nodes = config.cluster.nodes + draw.num_joins
+    num_nodes = min(config.cluster.nodes + draw.num_joins, baseline.num_nodes_max)
     max_nodes = max(config.cluster.max_nodes, num_nodes) if draw.num_joins else 0
     return replace(
         config,

@@ -38,6 +38,7 @@ class BaselineRun:
         training_s: seconds of all iterations together.
         wall_s: seconds from the start of the run to its end.
         num_needed: smallest number of nodes with which the job goes on.
+        num_nodes_max: largest number of nodes that the job can keep at work.
         num_layers: number of layers of the model.
     """
 
@@ -47,10 +48,13 @@ class BaselineRun:
     training_s: float
     wall_s: float
     num_needed: int
+    num_nodes_max: int
     num_layers: int
 
 
-def baseline_run(report: Report, *, num_needed: int, num_layers: int) -> BaselineRun:
+def baseline_run(
+    report: Report, *, num_needed: int, num_nodes_max: int, num_layers: int
+) -> BaselineRun:
     """The results in the report of a run without faults."""
     return BaselineRun(
         parameters_sha256=report.final.parameters_sha256,
@@ -59,6 +63,7 @@ def baseline_run(report: Report, *, num_needed: int, num_layers: int) -> Baselin
         training_s=sum(record.seconds for record in report.iterations),
         wall_s=report.ledger["wall"],
         num_needed=num_needed,
+        num_nodes_max=num_nodes_max,
         num_layers=num_layers,
     )
 

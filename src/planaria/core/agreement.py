@@ -18,6 +18,7 @@ import numpy.typing as npt
 PIECE_BITS = 20
 NUM_PIECES = 2
 HASH_BITS = PIECE_BITS * NUM_PIECES
+SAMPLE_BYTES = 1 << 22  # Bytes hashed of each layer at each age.
 
 _PER_LAYER = 1 + 2 * NUM_PIECES  # Number of holders; sum and sum of squares of each piece.
 

@@ -463,9 +463,14 @@ def check_size(problem: Problem, num_nodes: int, *, limit: Limit = Limit.NODES) 
         limit,
         num_nodes,
         f"{num_layers} layers x {num_microbatches} microbatches keep at most "
-        f"{most_nodes * num_microbatches} nodes of {problem.devices_per_node} devices at work",
+        f"{num_nodes_max(problem)} nodes of {problem.devices_per_node} devices at work",
         FeasibleValue(Limit.MICROBATCHES, num_pipelines, or_more=True),
     )
+
+
+def num_nodes_max(problem: Problem) -> int:
+    """The largest number of nodes that all pipelines can keep at work; 0: they can keep none."""
+    return _most_nodes(problem) * problem.num_microbatches
 
 
 def _most_nodes(problem: Problem) -> int:

@@ -16,13 +16,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from planaria.core.agreement import HASH_BITS
+from planaria.core.agreement import HASH_BITS, SAMPLE_BYTES
 from planaria.core.commit import CommitVector
 from planaria.core.job import ResilienceConfig, TrainingConfig
 from planaria.engine.stage import HeldLayer
 from planaria.errors import DivergedError
-
-SAMPLE_BYTES = 1 << 22  # Bytes hashed of each layer at each age.
 
 
 def sampled_hashes(layers: Iterable[HeldLayer], resilience: ResilienceConfig) -> dict[int, int]:
