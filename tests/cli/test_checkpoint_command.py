@@ -84,6 +84,16 @@ def test_a_table_in_a_pipe_is_as_wide_as_its_cells(directory: Path) -> None:
     assert "not complete: it has no manifest" in " ".join(incomplete.split())
 
 
+def test_a_path_in_a_table_is_no_style(directory: Path) -> None:
+    """A directory in brackets vanished from the reason why a version cannot be read."""
+    bracketed = directory.rename(directory.with_name("[a]"))
+    manifest = bracketed / "30-1" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+
+    assert str(manifest) in told("ls", str(bracketed))
+
+
 def test_a_version_that_is_kept_under_a_name_is_listed(directory: Path) -> None:
     """After the others; what nodes without a head have left is none."""
     told("save", "--name", "tonight", str(directory))

@@ -228,6 +228,14 @@ def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_fra
     assert re.findall(r'File "(.*?)", line', result.stderr) == ["raises.py", "raises.py"]
 
 
+def test_a_line_of_code_is_no_picture() -> None:
+    """A slice in a traceback had an arrow in it, :end:."""
+    line = "[1, 2, 3][1:end:2]"
+    Path("raises.py").write_text(f"end = 'all'\n{line}\n")
+
+    assert line in train(Path("raises.py")).stderr
+
+
 def test_the_inputs_of_a_script_are_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the command is given, and wherever the script goes."""
     Path("project").mkdir()

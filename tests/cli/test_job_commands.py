@@ -105,6 +105,14 @@ def test_the_status_is_a_table() -> None:
     assert output.endswith("last event: iteration 5: node 3 was lost (its connection closed)\n")
 
 
+def test_an_address_is_no_picture() -> None:
+    """A part of it was shown as an input symbol, :abcd:."""
+    hosts = {0: "fd00:abcd::5"}
+    reply = json_reply(job_status(JobConfig(name="mine"), Standing(), hosts=hosts, live=(0,)))
+
+    assert " fd00:abcd::5 " in asked_here(reply, "status").output
+
+
 def test_the_status_says_what_links_carry() -> None:
     links = {"inter_domain": 2.5e7, "inter_node": 1.25e9}
     reply = json_reply(msgspec.structs.replace(EMPTY, links=links))

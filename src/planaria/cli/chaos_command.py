@@ -9,10 +9,17 @@ from typing import Annotated, Final
 
 import msgspec
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from planaria.chaos.runs import Chaos, RunOutcome
-from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
+from planaria.cli.command_line import (
+    JobFile,
+    Settings,
+    check_writable,
+    exit_codes,
+    text_console,
+    write,
+)
 from planaria.errors import ConfigError
 from planaria.job.scripts import named_job
 from planaria.nodes.output import Outlet, finish, unfailing
@@ -99,7 +106,7 @@ class _Console:
     """A console for the command's output; runs do not wait for it if nobody reads it."""
 
     def __init__(self) -> None:
-        self._console = Console(file=unfailing(sys.stdout), soft_wrap=True, highlight=False)
+        self._console = text_console(unfailing(sys.stdout), soft_wrap=True)
         self._outlet = Outlet(self._console.print)
 
     def tell(self, text: str) -> None:
@@ -116,7 +123,7 @@ class _Console:
         finish(self._outlet, *(partial(self._console.print, text) for text in last))
 
     def _post(self, text: str, *, style: str = "") -> None:
-        line = partial(self._console.print, text, style=style, markup=False)
+        line = partial(self._console.print, text, style=style)
         self._outlet.post(line, num_bytes=len(text))
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 
 from planaria.checkpoint.disk.claim import claim
 from planaria.checkpoint.disk.outgoing import (
@@ -41,6 +40,7 @@ from planaria.cli.command_line import (
     exit_codes,
     plain_table,
     table_console,
+    text_console,
 )
 from planaria.core.copies import version_name
 from planaria.data.model_tokenizer import NUM_BYTE_TOKENS, own_tokenizer_files
@@ -156,10 +156,10 @@ def verify(
     if as_json:
         sys.stdout.write(json.dumps(damage, indent=2) + "\n")
     else:
-        console = Console(soft_wrap=True, highlight=False)
+        console = text_console(soft_wrap=True)
         for name, reasons in damage.items():
             for line in reasons or ["undamaged"]:
-                console.print(f"{name}: {line}", markup=False)
+                console.print(f"{name}: {line}")
     if version not in chosen and not any(saved.manifest for saved in chosen.values()):
         raise CheckpointError(f"{directory} holds no complete version")
     judged = [
@@ -188,15 +188,13 @@ def prune(
     that stay are read.
     """
     versions, tier = _versions(directory), tier_of(directory)
-    console = Console(soft_wrap=True, highlight=False)
+    console = text_console(soft_wrap=True)
     damaged = _damaged_newest(tier, versions, keep)
     for name, reason in damaged.items():
-        console.print(
-            f"{tier.storage.where(name)} does not count, and stays: {reason}", markup=False
-        )
+        console.print(f"{tier.storage.where(name)} does not count, and stays: {reason}")
     removed = []
     for name in tier.each_pruned(keep, unused=damaged):
-        console.print(f"removed {tier.storage.where(name)}", markup=False)
+        console.print(f"removed {tier.storage.where(name)}")
         removed.append(name)
     left = tier.versions()
     has_complete = any(version.manifest for version in left)
@@ -204,7 +202,7 @@ def prune(
         if has_complete and version.reason == UNPUBLISHED:
             where = tier.where(version.iteration, version.epoch)
             text = "it is not complete, and a job may be writing it; if none is, remove it"
-            console.print(f"{where} stays: {text}", markup=False)
+            console.print(f"{where} stays: {text}")
     if not removed:
         why = f"{directory} has no more versions than it should keep"
         if tier.newest() is None:
@@ -212,7 +210,7 @@ def prune(
                 f"{directory} holds no complete version, and a job may be writing what is there; "
                 "if none is, remove the directory"
             )
-        console.print(f"nothing to remove: {why}", markup=False)
+        console.print(f"nothing to remove: {why}")
 
 
 def _damaged_newest(tier: Tier, versions: Sequence[SavedVersion], num_sound: int) -> dict[str, str]:
@@ -261,7 +259,7 @@ def save(
     else:
         _versions(directory)
         where = save_as(directory, name, field="--name")
-    Console(soft_wrap=True, highlight=False).print(where, markup=False)
+    text_console(soft_wrap=True).print(where)
 
 
 def _keep_at(head: str, name: str, *, token_file: str) -> str:
@@ -328,11 +326,11 @@ def export(
             names = export_whole(model, output)
     own = _write_tokenizer(tier, manifest, output, names)
     note = _tokenizer_note(manifest, model_path, names, is_written=bool(own))
-    console = Console(soft_wrap=True, highlight=False)
+    console = text_console(soft_wrap=True)
     for name in names + own:
-        console.print(str(output / name), markup=False)
+        console.print(str(output / name))
     if note:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(note, markup=False)
+        text_console(stderr=True, soft_wrap=True).print(note)
 
 
 def _write_tokenizer(
@@ -436,8 +434,8 @@ def import_checkpoint(
     check_inputs(config)
     place = config.checkpoint.directory
     tier = tier_of(place)
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    with claim(place, config.name, note=partial(console.print, markup=False)):
+    console = text_console(stderr=True, soft_wrap=True)
+    with claim(place, config.name, note=console.print):
         if versions := tier.versions():
             remedy = f"it holds version {versions[0].name} already; name another directory"
             raise ConfigError("checkpoint.directory", place, remedy)
@@ -454,7 +452,7 @@ def import_checkpoint(
             facts=partial(save_facts, config),
         )
     where = tier.where(manifest.iteration, manifest.epoch)
-    Console(soft_wrap=True, highlight=False).print(where, markup=False)
+    text_console(soft_wrap=True).print(where)
 
 
 def _chosen_manifest(directory: str, version: str) -> Manifest:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich import box
@@ -48,9 +48,31 @@ def plain_table(*headings: str) -> Table:
     return Table(*columns, box=box.SIMPLE, pad_edge=False)
 
 
+def text_console(
+    file: TextIO | None = None,
+    *,
+    stderr: bool = False,
+    highlight: bool = False,
+    soft_wrap: bool = False,
+) -> Console:
+    """A console that shows every text as it is: [a] is no style, and :b: is no picture.
+
+    Args:
+        file, stderr, highlight, soft_wrap: those of `rich.console.Console`.
+    """
+    return Console(
+        file=file,
+        stderr=stderr,
+        highlight=highlight,
+        soft_wrap=soft_wrap,
+        markup=False,
+        emoji=False,
+    )
+
+
 def table_console() -> Console:
     """A console for tables: in a file or a pipe they are not made to fit a window of 80 columns."""
-    console = Console(highlight=False)
+    console = text_console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPED_COLUMNS
     return console
@@ -78,11 +100,8 @@ def exit_codes() -> Iterator[None]:
         text, code = str(error) or "interrupted", 130
     else:
         return
-    errors = Console(file=unfailing(sys.stderr), highlight=False, soft_wrap=True)
-    lines = (
-        partial(errors.print, line, markup=False)
-        for line in (*traceback_lines, f"planaria: {text}")
-    )
+    errors = text_console(unfailing(sys.stderr), soft_wrap=True)
+    lines = (partial(errors.print, line) for line in (*traceback_lines, f"planaria: {text}"))
     finish(Outlet(errors.print), *lines)
     raise typer.Exit(code)
 

@@ -66,7 +66,7 @@ def doctor(
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
-        table_console().print(_table(rows, title), markup=False)
+        table_console().print(_table(rows, title))
     if any(row.check.verdict == "problem" for row in rows):
         raise typer.Exit(1)
 

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job, record_of
-from planaria.cli.command_line import exit_codes
+from planaria.cli.command_line import exit_codes, text_console
 from planaria.errors import ConfigError
 from planaria.job.checks import name_refusals
 from planaria.nodes.head.requests import TellEvents
@@ -54,17 +53,17 @@ def events(
         shown = next(iter(by_path.values())) if is_one else by_path
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
-    console = Console(soft_wrap=True, highlight=False)
+    console = text_console(soft_wrap=True)
     for path, events_of_report in events_by_path.items():
         if len(events_by_path) > 1:
-            console.print(str(path), style="bold", markup=False)
+            console.print(str(path), style="bold")
         if not events_of_report:
             console.print("nothing happened: no node was lost, and none came or left")
         for event in events_of_report:
             first, *details = event_lines(event)
-            console.print(first, style="bold", markup=False)
+            console.print(first, style="bold")
             for line in details:
-                console.print(f"  {line}", markup=False)
+                console.print(f"  {line}")
 
 
 def _reports(path: Path) -> list[Path]:

@@ -6,11 +6,11 @@ from typing import Annotated, Final
 
 import msgspec
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from planaria.cli.asking import Head, HeadTokenFile, JobName, ask_job, record_of
-from planaria.cli.command_line import exit_codes, plain_table
+from planaria.cli.command_line import exit_codes, plain_table, text_console
 from planaria.errors import ConfigError
 from planaria.nodes.head.requests import Drain, TellStatus
 from planaria.observe.status import JobStatus, NodeStatus
@@ -41,7 +41,7 @@ def drain(
     answer = ask_job(Drain(node), head=head, token_file=token_file, job=job, timeout_s=timeout_s)
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)
-    Console(highlight=False, soft_wrap=True).print(answer.text, markup=False)
+    text_console(soft_wrap=True).print(answer.text)
 
 
 @exit_codes()
@@ -63,7 +63,7 @@ def status(
     if as_json:
         sys.stdout.write(msgspec.json.format(answer.text, indent=2) + "\n")
         return
-    Console(soft_wrap=True, highlight=False).print(_status_text(current), markup=False)
+    text_console(soft_wrap=True).print(_status_text(current))
 
 
 def _status_text(current: JobStatus) -> RenderableType:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import psutil
 import typer
-from rich.console import Console
 
-from planaria.cli.command_line import exit_codes
+from planaria.cli.command_line import exit_codes, text_console
 from planaria.errors import AuthenticationError, ConfigError, StrangerError
 from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.machine import run_machine
@@ -91,8 +90,7 @@ def agent(
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     if notice:
         check_notice_source(notice)
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    show = partial(console.print, markup=False)
+    show = text_console(sys.stdout, soft_wrap=True).print
     outlet = Outlet(show)
     spec = MachineSpec(
         heads=tuple(_head_address(head) for text in join for head in text.split(",")),

@@ -24,12 +24,18 @@ from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
-from rich.console import Console
 
 import planaria
 from planaria.cli.chaos_command import chaos
 from planaria.cli.checkpoint_command import checkpoint
-from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
+from planaria.cli.command_line import (
+    JobFile,
+    Settings,
+    check_writable,
+    exit_codes,
+    text_console,
+    write,
+)
 from planaria.cli.doctor_command import doctor
 from planaria.cli.events_command import events
 from planaria.cli.job_commands import drain, status
@@ -152,4 +158,4 @@ def profile(
     measured = named_job(job, [*(settings or ()), *measures_all]).profile()
     write("--output", output, encode_profile(measured))
     text = f"wrote the profile of {count_text(len(measured.layers), 'layer')} to {output}"
-    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+    text_console(soft_wrap=True).print(text)

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
-from rich.console import Console
 
-from planaria.cli.command_line import check_writable, exit_codes, write
+from planaria.cli.command_line import check_writable, exit_codes, text_console, write
 from planaria.cli.node_kinds import parse_nodes, parse_value
 from planaria.errors import ConfigError
 from planaria.job.checks import NODES_MAX
@@ -129,7 +128,7 @@ def placement(
     if as_json:
         sys.stdout.write(json.dumps(_json(result, num_lost), indent=2) + "\n")
         return
-    Console().print(placement_table(result))
+    text_console(highlight=True).print(placement_table(result))
 
 
 def _check_numbers(nodes: int, copies: int, num_lost: int) -> None:

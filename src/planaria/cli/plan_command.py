@@ -11,10 +11,9 @@ from typing import Annotated, Final
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from planaria.checkpoint.memory.turns import Buffers
-from planaria.cli.command_line import check_writable, exit_codes, write
+from planaria.cli.command_line import check_writable, exit_codes, text_console, write
 from planaria.cli.node_kinds import parse_node_kinds
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import (
@@ -227,7 +226,7 @@ def _print(
             content["copies"] = costs and costs | {"survival": survival_json(survival)}
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
-    console = Console()
+    console = text_console(highlight=True)
     console.print(plan_table(catalog, plan, templates=templates))
     if copies:
         console.print(sending_text(sending, copies))

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from planaria.cli.command_line import check_writable, exit_codes, write
+from planaria.cli.command_line import check_writable, exit_codes, text_console, write
 from planaria.errors import ConfigError
 from planaria.papers.experiments import EXPERIMENTS, named_experiment
 from planaria.show.pictures.page import picture_format
@@ -57,6 +56,6 @@ def reproduce(
         contents = [reproduction_json(known, rows) for known, rows in results.items()]
         sys.stdout.write(json.dumps(contents if name is None else contents[0], indent=2) + "\n")
     elif name is None:
-        Console().print(reproductions_table(experiments, results))
+        text_console(highlight=True).print(reproductions_table(experiments, results))
     else:
-        Console().print(reproduction_table(experiments[name], results[name]))
+        text_console(highlight=True).print(reproduction_table(experiments[name], results[name]))

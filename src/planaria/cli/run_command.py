@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 
-from planaria.cli.command_line import JobFile, Settings, exit_codes
+from planaria.cli.command_line import JobFile, Settings, exit_codes, text_console
 from planaria.cli.machine_commands import (
     Advertise,
     Domain,
@@ -119,8 +118,8 @@ def run(
         check_notice_source(notice)
     own_address(advertise, interface)  # Else a head would wait for agents that all end with this.
     read_credentials(token_path(token_file))  # One error is better than one of each process.
-    console = Console(file=unfailing(sys.stdout), highlight=False, soft_wrap=True)
-    console.print(f"planaria run: {role.why}", markup=False)
+    console = text_console(unfailing(sys.stdout), soft_wrap=True)
+    console.print(f"planaria run: {role.why}")
     token = ("--token-file", token_file) if token_file else ()
     advertise = advertise or ("" if interface else _address_for_others(role))
     own = {"notice": notice, "domain": domain, "advertise": advertise, "interface": interface}
@@ -136,7 +135,7 @@ def run(
         supervise(
             head=_planaria(*head) if role.is_head else (),
             agent=_planaria("agent", "--join", role.join, *source, *token),
-            note=lambda text: console.print(f"planaria run: {text}", markup=False),
+            note=lambda text: console.print(f"planaria run: {text}"),
         )
     )
 

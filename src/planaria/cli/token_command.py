@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from planaria.cli.command_line import exit_codes
+from planaria.cli.command_line import exit_codes, text_console
 from planaria.transport.credentials import (
     FIELD,
     VARIABLE,
@@ -71,7 +70,7 @@ def _advice(path: Path) -> tuple[str, ...]:
 
 
 def _print(first: str, *others: str) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(first, markup=False)
+    console = text_console(soft_wrap=True)
+    console.print(first)
     for line in others:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")

@@ -12,9 +12,15 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
-from planaria.cli.command_line import JobFile, Settings, check_writable, exit_codes, write
+from planaria.cli.command_line import (
+    JobFile,
+    Settings,
+    check_writable,
+    exit_codes,
+    text_console,
+    write,
+)
 from planaria.cli.machine_commands import TokenFile
 from planaria.core.inject import Injection, check_injections, check_on_machines, parse_injection
 from planaria.core.job import ClusterConfig, JobConfig
@@ -166,7 +172,7 @@ def train(
         listen, cluster, wait_nodes, token_file, operator, reattach=reattach, begins=begins
     )
     listening = _with_faults(_with_address(listening, advertise), cluster, injections)
-    display = ConsoleDisplay(Console(file=sys.stdout))
+    display = ConsoleDisplay(text_console(sys.stdout, highlight=True))
     try:
         result = loaded_job.run(
             resume=resume or resume_if_saved,

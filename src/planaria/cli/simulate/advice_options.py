@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from planaria.cli.command_line import write
+from planaria.cli.command_line import text_console, write
 from planaria.core.job import POLICIES, PolicyName
 from planaria.errors import ConfigError
 from planaria.job.what_if import Grounds, answer
@@ -271,7 +270,7 @@ def give_advice(
     if num_seeds < 2:
         raise ConfigError("--seeds", num_seeds, "two seeds or more have an interval")
     grounds = Grounds(question)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=text_console(stderr=True), transient=True) as progress:
         tasks: dict[str, TaskID] = {}
 
         def watch(stage: str, num_done: int, number: int) -> None:
@@ -282,6 +281,6 @@ def give_advice(
         planning = progress.add_task("planning", total=None)
         result = answer(grounds, num_seeds=num_seeds, num_processes=num_processes, watch=watch)
         progress.remove_task(planning)
-    Console(highlight=False).print(advice_text(result))
+    text_console().print(advice_text(result))
     if json_file is not None:
         write("--json", json_file, (json.dumps(advice_json(result), indent=2) + "\n").encode())

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from planaria.cli.command_line import text_console
 from planaria.cli.simulate.replay_tables import (
     costs_table,
     decisions_json,
@@ -37,7 +38,7 @@ def calibrated_overrides(report: Path | None) -> Iterator[str]:
     if report is None:
         return
     costs = calibrated_costs(read_run(report, option="--calibrate"))
-    Console().print(costs_table(report.name, costs))
+    text_console(highlight=True).print(costs_table(report.name, costs))
     for cost in costs:
         if cost.num_events:
             yield f"costs.{cost.name}={cost.value!r}"
@@ -77,7 +78,7 @@ def simulate_again(report: Path, calibrate: Path | None, console: Console) -> di
     simulated = simulated_run(run, recovery_costs(costs), policy=policy)
     console.print(decisions_table(without_inputs(run, simulated)))
     for line in goodput_text(run, simulated):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
     return replay_json(run, costs, simulated)
 
 

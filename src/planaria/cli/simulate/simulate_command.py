@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
-from planaria.cli.command_line import Settings, check_writable, exit_codes, write
+from planaria.cli.command_line import Settings, check_writable, exit_codes, text_console, write
 from planaria.cli.simulate.advice_options import (
     NUM_SEEDS,
     AdviceOptions,
@@ -242,7 +241,7 @@ def _simulate_scenario(
         for overrides in swept_overrides(sweep)
     }
     results: dict[tuple[str, ...], Outcomes] = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=text_console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(points) * len(chosen) * num_seeds)
         for overrides, point in points.items():
             results[overrides] = compare(
@@ -256,7 +255,7 @@ def _simulate_scenario(
         {"set": [*settings, *overrides], **simulation_json(points[overrides], outcomes)}
         for overrides, outcomes in results.items()
     ]
-    console = Console()
+    console = text_console(highlight=True)
     if sweep:
         console.print(sweep_table({", ".join(key): value for key, value in results.items()}))
     else:
@@ -286,7 +285,7 @@ def _replay(report: Path, mode: _ReplayMode, json_file: Path | None) -> None:
     elif not mode.without_inputs:
         remedy = "decisions are made again from the report; add --without-inputs or --policy"
         _refuse({"--calibrate": mode.calibrate}, remedy)
-    console, is_same = Console(), True
+    console, is_same = text_console(highlight=True), True
     if mode.policy:
         content = simulate_policies(report, mode.policy, mode.calibrate, console)
     elif mode.without_inputs:
