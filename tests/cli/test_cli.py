@@ -19,8 +19,8 @@ from typer.testing import Result
 import planaria
 from helpers.command import PACED, assert_mistake, command, train
 from planaria.checkpoint.disk.tiers import tier_of
+from planaria.cli import command_line, train_command
 from planaria.cli import main as cli
-from planaria.cli import train_command
 from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.core.job import JobConfig
 from planaria.core.kinds import Ending
@@ -110,7 +110,7 @@ def test_what_follows_training_is_interrupted_by_ctrl_c_alone(
     trained = Trained()
     monkeypatch.setattr(train_command, "named_job", lambda *_: trained)
     monkeypatch.setattr(train_command, "ConsoleDisplay", lambda _: trained)
-    monkeypatch.setattr(train_command, "write", partial(told, write))
+    monkeypatch.setattr(command_line, "write", partial(told, write))
     monkeypatch.setattr(trained, "close", partial(told, trained.close))
     with restore_handlers():
         signal.signal(number, signal.default_int_handler)

@@ -1,8 +1,9 @@
 """Shared parts of the commands: arguments, output files, and errors as messages and exit codes."""
 
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, TextIO
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 from planaria.checkpoint.disk.storage import absolute_path, may_pass
@@ -40,6 +41,8 @@ Settings = Annotated[
         help="Override a key of the job file, such as cluster.nodes=4; repeatable.",
     ),
 ]
+# By option: the path of a file, None if nobody asked for it, and what makes its content.
+Files = dict[str, tuple[Path | None, Callable[[], bytes]]]
 
 
 def plain_table(*headings: str) -> Table:
@@ -139,6 +142,38 @@ def _is_same_file(path: Path, other: Path) -> bool:
     if path.exists() and other.exists():
         return path.is_file() and path.samefile(other)  # /dev/null takes anything.
     return absolute_path(path) == absolute_path(other)
+
+
+def hand_over(files: Files, shown: Iterable[RenderableType], *, console: Console) -> None:
+    """Writes the files that the user asked for, then prints: nobody may read what is printed.
+
+    Raises:
+        typer.Exit: a file cannot be written; the others are, and stderr says why.
+    """
+    failures = write_files(files)
+    for failure in failures:
+        typer.echo(f"planaria: {failure}", err=True)
+    for renderable in shown:
+        console.print(renderable)
+    if failures:
+        raise typer.Exit(1)
+
+
+def write_files(files: Files) -> list[ConfigError]:
+    """Writes files; returns the failures, which are not to hide a result."""
+    failures = []
+    for option, (path, data) in files.items():
+        try:
+            if path is not None:
+                write(option, path, data())
+        except ConfigError as error:
+            failures.append(error)
+    return failures
+
+
+def json_data(content: object) -> bytes:
+    """The content of a JSON file for scripts and people."""
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def write(option: str, path: Path, data: bytes) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,13 @@ import msgspec
 import typer
 
 from planaria.cli.command_line import (
+    Files,
     JobFile,
     Settings,
     check_writable,
     exit_codes,
     text_console,
-    write,
+    write_files,
 )
 from planaria.cli.machine_commands import TokenFile
 from planaria.core.inject import Injection, check_injections, check_on_machines, parse_injection
@@ -185,7 +187,7 @@ def train(
             callbacks=_trackers(tensorboard, wandb, loaded_job.config),
         )
         with _ignoring_signals_to_leave():
-            unwritten = _write_files(result, report, timeline, picture)
+            unwritten = write_files(_files(result, report, timeline, picture))
         display.end(result)
     finally:
         with _ignoring_signals_to_leave():
@@ -198,20 +200,14 @@ def train(
         raise typer.Exit(130 if result.stopped else 1)
 
 
-def _write_files(
+def _files(
     result: TrainingResult, report: Path | None, timeline: Path | None, picture: Format | None
-) -> list[ConfigError]:
-    """Writes what was asked for; returns failures, which are not to hide how the job has ended."""
-    failures = []
-    for option, path in (("--report", report), ("--timeline", timeline)):
-        if path is None:
-            continue
-        data = _report(result) if option == "--report" else _timeline(result, picture)
-        try:
-            write(option, path, data)
-        except ConfigError as error:
-            failures.append(error)
-    return failures
+) -> Files:
+    """The files that were asked for."""
+    return {
+        "--report": (report, partial(_report, result)),
+        "--timeline": (timeline, partial(_timeline, result, picture)),
+    }
 
 
 def _report(result: TrainingResult) -> bytes:

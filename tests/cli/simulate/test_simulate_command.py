@@ -1,11 +1,16 @@
 """The command `planaria simulate`."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from helpers.command import assert_mistake, command
+from planaria.cli import main as cli
+from planaria.cli.simulate import simulate_command
+from planaria.cli.simulate.replay_output import ReplayOutput
 from planaria.job.scenario_file import swept_overrides
 
 SCENARIO = """
@@ -196,3 +201,50 @@ def test_options_of_a_replay_that_have_no_effect_are_refused(
 ) -> None:
     """They were dropped without a word; the file of --calibrate was not even looked for."""
     assert_mistake(command("simulate", "--replay", "report.json", *options), words)
+
+
+ADVICE = ("--model", "gpt2", "--nodes", "4", "--failure-rate", "1/4h", "--hours", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (("small.toml", "--plot", "out.svg"), ("out.json", "out.svg")),
+        ((*ADVICE, "--policies", "morph", "--seeds", "2"), ("out.json",)),
+        (("--replay", "report.json"), ("out.json",)),
+    ],
+)
+def test_the_files_are_there_if_nobody_reads_what_is_printed(
+    options: tuple[str, ...],
+    files: tuple[str, ...],
+    scenario: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What hours of simulation had found was lost with `| head`."""
+    monkeypatch.chdir(scenario.parent)
+    output = ReplayOutput({"decisions": []}, ("a table",))
+    monkeypatch.setattr(simulate_command, "decide_again", lambda _: output)
+    unread, end = os.pipe()
+    os.close(unread)
+
+    with open(end, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit):
+            cli.app(["simulate", *options, "--json", "out.json"], standalone_mode=False)
+
+    assert all(Path(file).stat().st_size for file in files)
+
+
+def test_one_file_that_cannot_be_written_costs_no_other(
+    scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk is full only when the hours of work are over; the result is printed all the same."""
+    monkeypatch.chdir(scenario.parent)
+
+    options = ("--plot", "out.svg", "--json", "/dev/full")
+    result = command("simulate", str(scenario), *options)
+
+    assert result.exit_code == 1
+    assert "planaria: --json = '/dev/full': cannot be written: No space left" in result.stderr
+    assert "on 4 nodes, policy adaptive, 1 seed" in result.stdout
+    assert Path("out.svg").stat().st_size

@@ -1,7 +1,6 @@
 """The options of `planaria simulate` without a scenario file: a model, nodes, and how often they
 fail."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.progress import Progress, TaskID
 
-from planaria.cli.command_line import text_console, write
+from planaria.cli.command_line import Files, hand_over, json_data, text_console
 from planaria.core.job import POLICIES, PolicyName
 from planaria.errors import ConfigError
 from planaria.job.what_if import Grounds, answer
@@ -262,7 +261,7 @@ def _policies(names: str) -> tuple[PolicyName, ...]:
 def give_advice(
     question: Question, *, num_seeds: int, num_processes: int, json_file: Path | None
 ) -> None:
-    """Prints what pays most, and writes it as JSON if the user asked for that.
+    """Writes what pays most as JSON if the user asked for that, and prints it.
 
     Raises:
         ConfigError: a value is wrong, or the model fits on these nodes in no way.
@@ -281,6 +280,5 @@ def give_advice(
         planning = progress.add_task("planning", total=None)
         result = answer(grounds, num_seeds=num_seeds, num_processes=num_processes, watch=watch)
         progress.remove_task(planning)
-    text_console().print(advice_text(result))
-    if json_file is not None:
-        write("--json", json_file, (json.dumps(advice_json(result), indent=2) + "\n").encode())
+    files: Files = {"--json": (json_file, lambda: json_data(advice_json(result)))}
+    hand_over(files, (advice_text(result),), console=text_console())

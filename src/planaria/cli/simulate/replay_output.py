@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from rich.console import Console
+from rich.console import RenderableType
+from rich.text import Text
 
 from planaria.cli.command_line import text_console
 from planaria.cli.simulate.replay_tables import (
@@ -29,6 +30,20 @@ from planaria.policies.traits import TRAITS
 _ALL: Final = "all"
 
 
+class ReplayOutput(NamedTuple):
+    """What a replay gives.
+
+    Attributes:
+        content: content for --json.
+        shown: tables and lines for a person.
+        is_same: whether all decisions are the same, if they have the inputs of the run.
+    """
+
+    content: dict[str, Any]
+    shown: tuple[RenderableType, ...]
+    is_same: bool = True
+
+
 def calibrated_overrides(report: Path | None) -> Iterator[str]:
     """Overrides of `[costs]` with the costs of a real run, which are printed; none without one.
 
@@ -44,55 +59,43 @@ def calibrated_overrides(report: Path | None) -> Iterator[str]:
             yield f"costs.{cost.name}={cost.value!r}"
 
 
-def decide_again(report: Path, console: Console) -> tuple[dict[str, Any], bool]:
-    """Makes each decision of a run again from its recorded inputs, and prints them.
-
-    Returns:
-        The content for --json, and whether all decisions are the same.
+def decide_again(report: Path) -> ReplayOutput:
+    """Makes each decision of a run again from its recorded inputs.
 
     Raises:
         ConfigError: the same as in `calibrated_overrides`.
     """
     run = read_run(report, option="--replay")
     decisions = with_inputs(tuple(decisions_again(run)))
-    console.print(decisions_table(decisions))
-    return decisions_json(run, decisions), all(decision.is_same for decision in decisions)
+    is_same = all(decision.is_same for decision in decisions)
+    return ReplayOutput(decisions_json(run, decisions), (decisions_table(decisions),), is_same)
 
 
-def simulate_again(report: Path, calibrate: Path | None, console: Console) -> dict[str, Any]:
-    """Simulates a run without its recorded inputs, and prints how the simulation differs.
+def simulate_again(report: Path, calibrate: Path | None) -> ReplayOutput:
+    """Simulates a run without its recorded inputs, to compare it.
 
     Args:
         calibrate: report of the run that gives the costs; None: the same.
-
-    Returns:
-        The content for --json.
 
     Raises:
         ConfigError: the same as in `calibrated_overrides`.
     """
     run, source = _runs(report, calibrate)
     costs = calibrated_costs(source)
-    console.print(costs_table(source.name, costs))
     policy = run.planned.config.resilience.policy
     simulated = simulated_run(run, recovery_costs(costs), policy=policy)
-    console.print(decisions_table(without_inputs(run, simulated)))
-    for line in goodput_text(run, simulated):
-        console.print(line, highlight=False)
-    return replay_json(run, costs, simulated)
+    decisions = decisions_table(without_inputs(run, simulated))
+    text = Text("\n".join(goodput_text(run, simulated)))
+    shown = (costs_table(source.name, costs), decisions, text)
+    return ReplayOutput(replay_json(run, costs, simulated), shown)
 
 
-def simulate_policies(
-    report: Path, names: str, calibrate: Path | None, console: Console
-) -> dict[str, Any]:
-    """Simulates a run with other policies, and prints what each would have given.
+def simulate_policies(report: Path, names: str, calibrate: Path | None) -> ReplayOutput:
+    """Simulates a run with other policies.
 
     Args:
         names: policies, separated by commas, or "all".
         calibrate: the same as in `simulate_again`.
-
-    Returns:
-        The content for --json.
 
     Raises:
         ConfigError: the same as in `calibrated_overrides`, or there is no such policy.
@@ -106,8 +109,7 @@ def simulate_policies(
             results[policy] = simulated_run(run, recovery_costs(costs), policy=policy)
         except InfeasibleError as error:
             results[policy] = str(error)
-    console.print(policies_table(run, results))
-    return policies_json(run, costs, results)
+    return ReplayOutput(policies_json(run, costs, results), (policies_table(run, results),))
 
 
 def _runs(report: Path, calibrate: Path | None) -> tuple[RecordedRun, RecordedRun]:

@@ -1,15 +1,24 @@
 """The command `planaria simulate`: what a job would train on a cluster whose nodes fail."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
 import typer
+from rich.console import RenderableType
 from rich.progress import Progress
 
-from planaria.cli.command_line import Settings, check_writable, exit_codes, text_console, write
+from planaria.cli.command_line import (
+    Files,
+    Settings,
+    check_writable,
+    exit_codes,
+    hand_over,
+    json_data,
+    text_console,
+)
 from planaria.cli.simulate.advice_options import (
     NUM_SEEDS,
     AdviceOptions,
@@ -255,18 +264,18 @@ def _simulate_scenario(
         {"set": [*settings, *overrides], **simulation_json(points[overrides], outcomes)}
         for overrides, outcomes in results.items()
     ]
-    console = text_console(highlight=True)
+    content = {"version": 1, "sweep": contents} if sweep else contents[0]
+    files: Files = {"--json": (json_file, partial(json_data, content))}
+    table: RenderableType
     if sweep:
-        console.print(sweep_table({", ".join(key): value for key, value in results.items()}))
+        table = sweep_table({", ".join(key): value for key, value in results.items()})
     else:
-        for overrides, outcomes in results.items():
-            console.print(simulation_table(points[overrides], outcomes))
-    if plot is not None and picture is not None:
         ((overrides, outcomes),) = results.items()
-        write("--plot", plot, simulation_figure(points[overrides], outcomes, picture=picture))
-    if json_file is not None:
-        content = {"version": 1, "sweep": contents} if sweep else contents[0]
-        write("--json", json_file, (json.dumps(content, indent=2) + "\n").encode())
+        table = simulation_table(points[overrides], outcomes)
+        if picture is not None:
+            figure = partial(simulation_figure, points[overrides], outcomes, picture=picture)
+            files["--plot"] = (plot, figure)
+    hand_over(files, (table,), console=text_console(highlight=True))
 
 
 class _ReplayMode(NamedTuple):
@@ -278,23 +287,22 @@ class _ReplayMode(NamedTuple):
 
 
 def _replay(report: Path, mode: _ReplayMode, json_file: Path | None) -> None:
-    """Replays a report, prints and writes what came, and exits with 1 if a decision differs though
+    """Replays a report, writes and prints what came, and exits with 1 if a decision differs though
     its inputs are those of the run."""
     if mode.policy:
         _refuse({"--without-inputs": mode.without_inputs}, "it has no meaning with --policy")
     elif not mode.without_inputs:
         remedy = "decisions are made again from the report; add --without-inputs or --policy"
         _refuse({"--calibrate": mode.calibrate}, remedy)
-    console, is_same = text_console(highlight=True), True
     if mode.policy:
-        content = simulate_policies(report, mode.policy, mode.calibrate, console)
+        output = simulate_policies(report, mode.policy, mode.calibrate)
     elif mode.without_inputs:
-        content = simulate_again(report, mode.calibrate, console)
+        output = simulate_again(report, mode.calibrate)
     else:
-        content, is_same = decide_again(report, console)
-    if json_file is not None:
-        write("--json", json_file, (json.dumps(content, indent=2) + "\n").encode())
-    if not is_same:
+        output = decide_again(report)
+    files: Files = {"--json": (json_file, partial(json_data, output.content))}
+    hand_over(files, output.shown, console=text_console(highlight=True))
+    if not output.is_same:
         raise typer.Exit(1)
 
 
