@@ -1,5 +1,8 @@
 """`planaria launch`: what it writes and submits, and what it refuses."""
 
+import ast
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +122,35 @@ def test_options_of_kubernetes_are_in_the_manifest() -> None:
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "disk"
     assert pod["volumes"][1]["secret"]["secretName"] == "run-1-token"
+
+
+def _expand(text: str) -> str:
+    """The text that a container gets for one of its args, by the rules of Kubernetes."""
+    by_name = {"$$": "$", "$(NUM_FAILURES)": "0"}
+    return re.sub(r"\$\$|\$\([^)]*\)", lambda match: by_name.get(match[0], match[0]), text)
+
+
+DOLLARS: Final = ("a=$$", "b=$(NUM_FAILURES)", "c=$$(NUM_FAILURES) $$$", "d=$NUM", "e='$'")
+
+
+def test_kubernetes_leaves_the_settings_as_they_are() -> None:
+    """It halves $$, and puts the value of a variable in place of $(NAME)."""
+    settings = [word for setting in DOLLARS for word in ("--set", setting)]
+    words = ("--on", "kubernetes", "--image", "planaria", *settings, "--dry-run")
+    *_, job = yaml.safe_load_all(command("launch", "away.toml", *COMMON[2:], *words).output)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+
+    text = _expand(container["args"][0]).replace("\\\n", "")
+    assert all(shlex.join(("--set", setting)) in text for setting in DOLLARS)
+
+
+def test_ray_has_the_letters_of_every_script() -> None:
+    """One above U+FFFF became two halves, which no process can be given."""
+    setting = 'name="\U00020bb7\\"'
+    program = command(*COMMON, "--on", "ray", "--set", setting, "--dry-run").output
+
+    texts = [node.value for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Constant)]
+    assert setting in texts
 
 
 def test_names_that_yaml_takes_for_something_else_are_quoted() -> None:

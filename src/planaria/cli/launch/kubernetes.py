@@ -7,6 +7,7 @@ policy", "Success policy".
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from textwrap import indent
 from typing import Final
@@ -222,6 +223,7 @@ def kubernetes_manifest(
     low, high, num_devices = request.min_nodes, request.max_nodes, request.devices_per_node
     endpoint = f"--rdzv-endpoint {request.name}-0.{request.name}:{request.port or PORT}"
     token = "--token-file /etc/planaria/token"
+    command = shell_command(request, endpoint, token, "--operator kubernetes", indent=16)
     requests = {"cpu": cpus, "memory": memory}
     limits = {"nvidia.com/gpu": str(num_devices or ""), "memory": memory}
     return _MANIFEST.substitute(
@@ -242,7 +244,7 @@ def kubernetes_manifest(
         memory_limit=f", sizeLimit: {memory}" if memory else "",
         grace_s=max(_GRACE_S_MIN, math.ceil(request.notice_s) + _AFTER_NOTICE_S),
         notice_s=f"{request.notice_s:g}",
-        command=shell_command(request, endpoint, token, "--operator kubernetes", indent=16),
+        command=re.sub(r"\$(?=[$(])", "$$", command),  # Kubernetes takes $$ for $, and $(NAME).
     )
 
 

@@ -362,12 +362,12 @@ def ray_program(request: LaunchRequest, *, file: str) -> str:
     low, high, num_devices = request.min_nodes, request.max_nodes, request.devices_per_node
     lines = []
     for words in options(request):
-        texts = ", ".join(map(json.dumps, words))
+        texts = ", ".join(map(_literal, words))
         lines.append(f"    *({texts})," if len(words) > 1 else f"    {texts},")
-    domain = f"os.path.expandvars({json.dumps(request.domain)})"
+    domain = f"os.path.expandvars({_literal(request.domain)})"
     return _PROGRAM.substitute(
         name=request.name,
-        job_text=json.dumps(request.job),
+        job_text=_literal(request.job),
         file=file,
         nodes=f"{low} to {high}" if low < high else high,
         min_nodes=low,
@@ -381,3 +381,8 @@ def ray_program(request: LaunchRequest, *, file: str) -> str:
         command="\n".join(lines),
         domain=f'        words += ["--domain", {domain}]\n' if request.domain else "",
     )
+
+
+def _literal(text: str) -> str:
+    """A text of printable letters as Python reads it; JSON has two escapes for one above U+FFFF."""
+    return json.dumps(text, ensure_ascii=False)
