@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import select
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,3 +269,59 @@ def test_jobs_of_one_name_are_told_apart_by_their_processes(runtime: Path) -> No
     assert job_answer("small", by=own, prepare=add_others) == "heard by 'small'"
     for other in others:
         other.close()
+
+
+def asked_of(act: Callable[[socket.socket], None], runtime: Path) -> str:
+    """The answer of a job that acts on its listener once somebody has found that it is served."""
+    (runtime / "planaria").mkdir(mode=0o700)
+
+    def serve() -> None:
+        listener.accept()[0].close()
+        select.select([listener], [], [], 60.0)
+        act(listener)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(runtime / "planaria" / "job-1.sock"))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            return ask(TellEvents(), job="job", timeout_s=60.0).text
+        finally:
+            thread.join()
+
+
+def reply_with(data: bytes) -> Callable[[socket.socket], None]:
+    """Reads the request and answers with these bytes."""
+
+    def act(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            connection.makefile("rb").readline()
+            connection.sendall(data)
+
+    return act
+
+
+@pytest.mark.parametrize("act", [socket.socket.close, reply_with(b""), reply_with(b'{"text": "h')])
+def test_a_job_that_ends_while_it_is_asked_has_ended(
+    act: Callable[[socket.socket], None], runtime: Path
+) -> None:
+    """It was a traceback if the question was on its way, or half of the answer."""
+    assert asked_of(act, runtime) == "the job has ended"
+
+
+def test_a_job_that_is_gone_when_it_is_asked_has_ended(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look whether it is served and the question."""
+    (runtime / "planaria").mkdir(mode=0o700)
+    (runtime / "planaria" / "job-1.sock").touch()
+    monkeypatch.setattr(request_socket, "_is_served", lambda *_: True)
+
+    assert ask(TellEvents(), job="job", timeout_s=60.0).text == "the job has ended"
+
+
+def test_an_answer_of_another_version_is_no_traceback(runtime: Path) -> None:
+    """Over the network it was none."""
+    with pytest.raises(ConfigError, match="the job has another version of planaria"):
+        asked_of(reply_with(b'{"words": 1}\n'), runtime)

@@ -104,7 +104,8 @@ def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
             the only job that runs.
 
     Raises:
-        ConfigError: no such job runs here, several do, or the job does not answer in time.
+        ConfigError: no such job runs here, several do, the job does not answer in time, or
+            it is one of another version.
     """
     option = "--job" if job else ""
     with contextlib.ExitStack() as stack:
@@ -122,16 +123,22 @@ def ask(request: Request, *, job: str, timeout_s: float) -> RequestReply:
             names = ", ".join(sorted(known))
             remedy = f"{len(running)} jobs run here: say with --job which of {names}"
             raise ConfigError(option, job, remedy)
-        sock = stack.enter_context(_connection(*running[0], timeout_s))
         try:
-            sock.sendall(msgspec.json.encode(request) + b"\n")
-            data = sock.makefile("rb").readline()
+            with _connection(*running[0], timeout_s) as sock:
+                sock.sendall(msgspec.json.encode(request) + b"\n")
+                data = sock.makefile("rb").readline()
         except TimeoutError as error:
             remedy = f"the job has not answered for {timeout_s:.0f} s"
             raise ConfigError(option, job, remedy) from error
-    if not data:
+        except OSError:
+            data = b""
+    if not data.endswith(b"\n"):
         return RequestReply(is_done=False, text="the job has ended")
-    return msgspec.json.decode(data, type=RequestReply)
+    try:
+        return msgspec.json.decode(data, type=RequestReply)
+    except (RecursionError, ValueError) as error:
+        remedy = f"the job has another version of planaria: {error}"
+        raise ConfigError(option, job, remedy) from error
 
 
 def _running_sockets(
