@@ -81,7 +81,9 @@ def test_whatever_a_command_is_to_ignore_it_ignores(monkeypatch: pytest.MonkeyPa
 class Trained:
     """A job that has ended well, and is shown to nobody."""
 
-    config = SimpleNamespace(cluster=SimpleNamespace(nodes=1, standby=0))
+    config = SimpleNamespace(
+        cluster=SimpleNamespace(nodes=1, standby=0), model=SimpleNamespace(profile="")
+    )
     output = None
 
     def run(self, **_: object) -> SimpleNamespace:
@@ -189,6 +191,9 @@ def test_a_file_that_the_system_refuses_is_a_mistake_of_the_user(words: tuple[st
     assert "x" * 300 in shown.output
 
 
+PACED_COPY = "paced.toml"  # A job whose profile is job.toml.
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -198,15 +203,22 @@ def test_a_file_that_the_system_refuses_is_a_mistake_of_the_user(words: tuple[st
         ("chaos", "job.toml", "--minutes", "1", "--report", "job.toml"),
         ("simulate", "job.toml", "--json", "job.toml"),
         ("simulate", "--replay", "job.toml", "--json", "link"),
+        ("simulate", "--model", "job.toml", "--json", "job.toml"),
+        ("train", PACED_COPY, "--report", "job.toml"),
+        ("train", PACED_COPY, "--timeline", "link"),
     ],
 )
 def test_no_output_is_written_over_what_a_command_reads(words: tuple[str, ...]) -> None:
     """A scenario, or the report of a run of days, was gone without a word."""
     Path("job.toml").write_text("here")
     Path("link").symlink_to("job.toml")
+    if PACED_COPY in words:
+        Path("job.toml").write_bytes(PACED.with_name("paced-profile.json").read_bytes())
+        Path(PACED_COPY).write_text(PACED.read_text().replace("paced-profile.json", "job.toml"))
+    before = Path("job.toml").read_bytes()
 
     assert_mistake(command(*words), "the command reads or writes that file, too")
-    assert Path("job.toml").read_text() == "here"
+    assert Path("job.toml").read_bytes() == before
 
 
 UNGUARDED = f"""

@@ -32,7 +32,7 @@ from planaria.estimator.time import Timeline
 from planaria.job.console_display import ConsoleDisplay
 from planaria.job.on_machines import Listening
 from planaria.job.scripts import named_job
-from planaria.job.training_job import TrainingResult
+from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.head.process_events import LEAVE_SIGNALS, restore_handlers
 from planaria.nodes.output import unfailing
 from planaria.show.callbacks import Callbacks
@@ -167,7 +167,7 @@ def train(
     injections = tuple(parse_injection(spec) for spec in inject or ())
     # A script that defines the job runs in this process, so its prints need these streams too.
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
-    loaded_job = named_job(job, overrides)
+    loaded_job = _loaded_job(job, overrides, report=report, timeline=timeline)
     cluster = loaded_job.config.cluster
     begins = resume_if_saved and not resume
     listening = _listening(
@@ -198,6 +198,17 @@ def train(
         raise result.error
     if result.stopped or unwritten:
         raise typer.Exit(130 if result.stopped else 1)
+
+
+def _loaded_job(
+    job: Path, overrides: list[str], *, report: Path | None, timeline: Path | None
+) -> Job:
+    """The job, whose own profile is no file that is to be written."""
+    loaded_job = named_job(job, overrides)
+    profile = loaded_job.config.model.profile
+    for option, path in (("--report", report), ("--timeline", timeline)):
+        check_writable(option, path, Path(profile))
+    return loaded_job
 
 
 def _files(

@@ -194,7 +194,7 @@ def simulate(
 
     The coordinator and the policies are the real ones; nodes, links and failures are modelled.
     """
-    check_writable("--json", json_file, scenario, replay, calibrate, plot)
+    check_writable("--json", json_file, scenario, replay, calibrate, plot, Path(model))
     asked = (model, nodes, devices_per_node, failure_rate, repair, notice, price, hours, batch)
     options = AdviceOptions(*asked, policies)
     if replay is not None:
