@@ -24,6 +24,7 @@ from helpers.saved_datasets import saved_dataset
 from helpers.saves import stepped_save
 from planaria.checkpoint.disk.storage import Directory
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
+from planaria.cli.checkpoint_command import _tokenizer_note
 from planaria.cli.main import app
 from planaria.core.job import DataConfig, ModelConfig
 from planaria.data.datasets import load_dataset
@@ -444,6 +445,14 @@ def test_an_export_of_a_model_of_text_has_its_tokenizer(
     assert written.mask_token_id == (num_tokens if objective == "masked" else None)
     assert str(tuned / "out" / "tokenizer.json") in output.replace("\n", "")
     assert "the tokenizer that" not in output
+
+
+def test_a_directory_of_a_model_that_cannot_be_entered_is_not_here() -> None:
+    """It was a traceback. Root enters any directory, so its name is too long to be looked at."""
+    manifest = Manifest(iteration=1, epoch=1, job={}, layers=())
+    note = _tokenizer_note(manifest, "model" * 100, (), is_written=False)
+
+    assert "is not here, so its tokenizer is not in the export" in note
 
 
 def test_an_export_says_where_a_learned_tokenizer_is(tuned: Path) -> None:

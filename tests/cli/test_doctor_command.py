@@ -84,6 +84,17 @@ def test_a_token_file_that_will_not_do_is_told(tmp_path: Path) -> None:
     assert "cannot be read" in missing["remedy"]
 
 
+def test_a_home_that_cannot_be_entered_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback. Root enters any directory, so its name is too long to be looked at."""
+    monkeypatch.setenv("HOME", f"/{'home' * 100}")
+    with_checks(monkeypatch, FINE)
+    result = command("doctor", "--json")
+
+    token = json.loads(result.output)["checks"][-1]
+    assert (result.exit_code, token["verdict"]) == (0, "warning")
+    assert "cannot be read" in token["remedy"]
+
+
 def test_without_a_head_there_the_user_is_told_what_to_start(tmp_path: Path) -> None:
     write_credentials(tmp_path / "token")
     result = command("doctor", "127.0.0.1:1", "--token-file", "token")

@@ -384,7 +384,7 @@ def _tokenizer_note(
     """
     facts = model_facts(manifest)
     path = model_path or (facts.model.path if facts else "")
-    if path and not Path(path).is_dir():
+    if path and not os.path.isdir(path):
         return (
             f"{path}, the job's model.path, is not here, so its tokenizer is not in the export; "
             "say where it is now by --model-path"

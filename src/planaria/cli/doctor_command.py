@@ -97,11 +97,12 @@ def _checkup(head: str, *, token_file: str, has_bandwidth: bool) -> ClusterCheck
 def _token_check(token_file: str) -> CheckResult:
     """Whether the token file can be used; a machine without one can still train alone."""
     path = token_path(token_file)
-    if not token_file and not path.exists():
-        return CheckResult(subject="token file", value="none; jobs on several machines need one")
     try:
         credentials = read_credentials(path)
     except ConfigError as error:
+        if not token_file and isinstance(error.__cause__, FileNotFoundError):
+            value = "none; jobs on several machines need one"
+            return CheckResult(subject="token file", value=value)
         return CheckResult(subject="token file", value=str(path), remedy=error.remedy)
     until = f"valid until {credentials.last_instant():%Y-%m-%d}"
     return CheckResult(subject="token file", value=f"{credentials.fingerprint()}, {until}")

@@ -131,6 +131,8 @@ def test_a_save_of_a_directory_that_moved_is_exported_with_its_new_place(tmp_pat
 
     with pytest.raises(ConfigError, match="--model-path"):
         whole_model(tier, manifest)
+    with pytest.raises(ConfigError, match="--model-path"):  # The system does not even look there.
+        whole_model(tier, manifest, model_path="moved" * 100)
     moved = str(tmp_path / "moved")
     model = whole_model(tier, manifest, adapters=Adapters.MERGED, model_path=moved)
     export_whole(model, tmp_path / "second")

@@ -5,6 +5,7 @@ A save has trained parameters only. The others come from where training began: f
 those of one file.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -118,7 +119,7 @@ def whole_model(
         )
         raise ConfigError("DIRECTORY", where, remedy)
     path = model_path or facts.model.path
-    if path and not Path(path).is_dir():
+    if path and not os.path.isdir(path):
         remedy = "the job's model.path is no directory here; say where it is now by --model-path"
         raise ConfigError("model.path", path, remedy)
     facts = replace(facts, model=replace(facts.model, path=path))
