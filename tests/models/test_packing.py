@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from planaria.engine.comm.device_comm import head_of
 from planaria.errors import ConfigError
+from planaria.models.layers import boundary
 from planaria.models.packing import bring, describe, is_packed, pack, unpack
 
 IDS = torch.tensor([[1, 2, 3], [-(2**62), 2**62, 5]])
@@ -126,3 +128,17 @@ def test_shapes_are_told_as_a_person_would() -> None:
     value = {"x": torch.zeros(2, 3), "rest": (IDS, None)}
 
     assert describe(value) == "{x: float32 [2, 3], rest: (int64 [2, 3], NoneType)}"
+
+
+def test_a_tensor_of_many_dimensions_crosses_packed() -> None:
+    """The description that goes before a tensor has room for six dimensions."""
+    output = torch.arange(4.0).reshape(1, 1, 2, 1, 2, 1, 1).requires_grad_()
+
+    crossing = boundary(output, "1.Windows")
+    received = unpack(crossing)
+
+    head_of(crossing)  # It refuses what has more.
+    assert torch.equal(output, received)
+    received.backward(received.detach())
+    assert output.grad is not None
+    assert torch.equal(output, output.grad)

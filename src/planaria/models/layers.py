@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from planaria.core.plan import LayerProfile
 from planaria.errors import ConfigError
-from planaria.models.packing import describe, is_packed, pack, unpack
+from planaria.models.packing import PACKED_DIMS, describe, is_packed, pack, unpack
 
 _LEAF: Final = "torch::autograd::AccumulateGrad"  # Name of the nodes of leaves.
 OWN_LAYERS = 'give the layers yourself with kind = "python"'
@@ -243,7 +243,12 @@ def boundary(output: object, layer_name: str) -> Tensor:
     Raises:
         ConfigError: the layer returned something else than tensors.
     """
-    if isinstance(output, Tensor) and output.is_floating_point() and not is_packed(output):
+    if (
+        isinstance(output, Tensor)
+        and output.is_floating_point()
+        and output.dim() <= PACKED_DIMS
+        and not is_packed(output)
+    ):
         return output.contiguous()
     return pack(output, f"model (layer {layer_name})")
 

@@ -3,7 +3,8 @@
 The engine keeps, sends and differentiates one tensor for each boundary between layers. A layer that
 returns a tuple, list or dict, nested at will, has it packed: one tensor in one memory, which starts
 with a description of its content, and holds the bits of all tensors one after another. So does its
-gradient, which holds the gradients of those that had one (and is never added to another).
+gradient, which holds the gradients of those that had one (and is never added to another). A single
+tensor of more dimensions than links can describe is packed, too.
 
 A packed tensor is known by its shape, five ones and its length, which no layer returns, and by the
 magic number at its beginning. On a device its description is copied to the host, once for each
@@ -30,7 +31,7 @@ from torch.utils._pytree import (
 from planaria.errors import ConfigError
 
 _MAGIC: Final = 0x504C414E41524941
-_DIMS: Final = 6
+PACKED_DIMS: Final = 6  # The most for which the description that goes before a tensor has room.
 _ALIGN: Final = 16  # Bytes; the largest size of an element.
 _PREFIX: Final = 16  # Bytes: the magic number, and the length of the description.
 _FIRST_READ: Final = 4096  # Bytes that are copied from a device in the hope that they are enough.
@@ -135,7 +136,7 @@ def unpack(tensor: Tensor) -> Any:
 
 def is_packed(tensor: Tensor) -> bool:
     """Whether a tensor has the shape of a packed one."""
-    is_shaped = tensor.dim() == _DIMS and tensor.shape[:-1] == (1,) * (_DIMS - 1)
+    is_shaped = tensor.dim() == PACKED_DIMS and tensor.shape[:-1] == (1,) * (PACKED_DIMS - 1)
     return is_shaped and tensor.is_floating_point()
 
 
@@ -160,7 +161,7 @@ class _Pack(torch.autograd.Function):
         memory[: len(layout.header)] = _header_on(layout.header, memory.device)
         for leaf, tensor in zip(layout.tensors, tensors, strict=True):
             leaf.view(memory).copy_(tensor)
-        return memory.view(base).view(*(1,) * (_DIMS - 1), -1)
+        return memory.view(base).view(*(1,) * (PACKED_DIMS - 1), -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
