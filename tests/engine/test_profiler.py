@@ -71,10 +71,14 @@ def test_layers_that_are_alike_are_measured_once(
     ]
 
 
-def test_a_limit_on_memory_counts_the_nodes_that_may_join(tmp_path: Path) -> None:
+@pytest.mark.parametrize("further", [{"max_nodes": 4}, {"standby": 2}])
+def test_a_limit_on_memory_counts_the_nodes_that_may_join(
+    tmp_path: Path, further: dict[str, int]
+) -> None:
     """Where nodes share a machine, they share its devices too."""
     job = tiny_job("sequential", tmp_path)
-    job = replace(job, cluster=replace(job.cluster, nodes=2, max_nodes=4))
+    changes: Any = {"nodes": 2, **further}
+    job = replace(job, cluster=replace(job.cluster, **changes))
     model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
     dataset = load_data(job, objective=model.objective, cache_directory=tmp_path)
     device = LateDevice()

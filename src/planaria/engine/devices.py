@@ -544,10 +544,11 @@ def usable_bytes(device: Device, *, num_ranks: int) -> int:
     if limit_bytes <= 0:
         num_fitting = device.memory_bytes // (_RESERVED_BYTES + 2) * device.count
         remedy = (
-            f"{num_ranks} ranks (cluster.nodes or max_nodes, times devices_per_node) share the "
-            f"{device.memory_bytes:_} bytes of {device.name}, and each takes {_RESERVED_BYTES:_} "
-            f"for itself; {num_fitting} ranks fit on its {device.count} devices; start fewer on "
-            "this machine, or say what each may hold with cluster.device_memory_bytes"
+            f"{num_ranks} ranks (cluster.nodes with standby, or max_nodes, times devices_per_node) "
+            f"share the {device.memory_bytes:_} bytes of {device.name}, and each takes "
+            f"{_RESERVED_BYTES:_} for itself; {num_fitting} ranks fit on its {device.count} "
+            "devices; start fewer on this machine, or say what each may hold with "
+            "cluster.device_memory_bytes"
         )
         raise ConfigError("", num_ranks, remedy)
     return limit_bytes

@@ -376,8 +376,12 @@ def _transport_notes(request: PrepareRequest, device: Device) -> tuple[str, ...]
         ConfigError: the job asks for NCCL, which cannot be used on this machine.
     """
     cluster = request.job.cluster
-    num_nodes = cluster.nodes if request.processors else 1  # All nodes share this machine, or none.
-    reason = nccl_obstacle(device, num_ranks=num_nodes * cluster.devices_per_node)
+    num_ranks = cluster.devices_per_node
+    if request.processors:  # All nodes share this machine.
+        # Any epoch whose ranks share a GPU ends a job of NCCL alone; others say so when it begins.
+        is_strict = cluster.transport == "nccl"
+        num_ranks = cluster.num_ranks_max if is_strict else num_ranks * cluster.nodes
+    reason = nccl_obstacle(device, num_ranks=num_ranks)
     if cluster.encryption == "on":
         reason = ENCRYPTED
     if reason and cluster.transport == "nccl":

@@ -123,8 +123,7 @@ def profile_model(
             ranks do not fit on the device.
     """
     cluster, is_accelerator = job.cluster, isinstance(device, Accelerator)
-    num_here = max(cluster.nodes, cluster.max_nodes) if processors else 1
-    num_here *= cluster.devices_per_node
+    num_here = cluster.num_ranks_max if processors else cluster.devices_per_node
     limit_bytes = cluster.device_memory_bytes or usable_bytes(device, num_ranks=num_here)
     shares = 0 < processors < num_ranks and not is_accelerator
     num_others = min(num_ranks, _RANKS_EACH * processors) - 1 if processors else 0

@@ -285,6 +285,22 @@ def test_the_user_is_told_before_the_job_starts() -> None:
 
 
 @pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("further", [{"max_nodes": 3}, {"standby": 1}])
+def test_a_job_of_nccl_alone_has_a_gpu_for_each_node_that_may_come(further: Any) -> None:
+    """Its next epoch would end it; another job says it when that epoch begins."""
+    for transport in ("nccl", "auto"):
+        job = job_with(transport)
+        job = replace(job, cluster=replace(job.cluster, **further))
+        request = PrepareRequest(job=job, cache_directory="", processors=2)
+        assert prepare._transport_notes(request, Gpu("a", 3)) == ()
+        if transport == "nccl":
+            with pytest.raises(ConfigError, match="3 ranks share 2 GPUs"):
+                prepare._transport_notes(request, Gpu("a", 2))
+        else:
+            assert prepare._transport_notes(request, Gpu("a", 2)) == ()
+
+
+@pytest.mark.usefixtures("nccl")
 def test_the_user_is_told_that_copies_between_devices_make_a_detour() -> None:
     """Where tensors do not go over NCCL; a paced job's copies go nowhere."""
     for transport, device, model, is_detour in (
