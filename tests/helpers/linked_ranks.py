@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import resource
 import tempfile
 import threading
 import time
@@ -130,3 +131,16 @@ def blocked_receive(links: Links, peer: int) -> tuple[threading.Thread, list[Exc
     thread.start()
     wait_until(is_blocked(thread))
     return thread, errors
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,5 @@
 """Links when something is wrong: lost peers, strangers, mistakes, and the end."""
 
-import os
 import resource
 import socket
 import struct
@@ -25,6 +24,7 @@ from helpers.linked_ranks import (
     blocked_receive,
     in_threads,
     link_ranks,
+    no_descriptors,
     num_descriptors,
     payload,
     received,
@@ -503,19 +503,6 @@ def test_a_rank_without_descriptors_serves_its_links_and_accepts_again_when_it_h
     assert "ulimit -n" in warning
     assert "its descriptor is needed" in refusal  # The first caller has proved nothing by then.
     assert min(gaps_s) >= ACCEPT_PAUSE_S
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process can open nothing."""
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_socket_is_not_closed_under_a_write() -> None:

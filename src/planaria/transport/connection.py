@@ -170,15 +170,18 @@ def parse_header(head: bytes, *, is_checked: bool, num_bytes_max: int) -> Messag
     return MessageHeader(epoch, Tag(Channel(channel), iteration, a, b), num_bytes, digest)
 
 
-def _new_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory for a payload. Its pages are taken only as bytes arrive.
+def _new_memory(num_bytes: int, num_bytes_max: int) -> npt.NDArray[np.uint8]:
+    """Memory for a payload of up to `num_bytes_max` bytes; its pages are taken as bytes arrive.
 
     Raises:
-        AuthenticationError: this machine has less memory.
+        MemoryError: this machine has less memory than the job needs.
+        AuthenticationError: it has less, and nobody knows what the job sends.
     """
     try:
         return np.empty(num_bytes, dtype=np.uint8)
     except MemoryError as error:
+        if num_bytes_max < MESSAGE_BYTES_MAX:
+            raise
         reason = f"a message of {num_bytes} bytes does not come from this job: none has such memory"
         raise AuthenticationError(reason) from error
 
@@ -486,7 +489,7 @@ class Connection:
             memory = own.memory_for(self.peer, header.epoch, header.tag, header.num_bytes)
             self._has_offered_memory = memory is not None
             if memory is None:
-                memory = _new_memory(header.num_bytes)
+                memory = _new_memory(header.num_bytes, own.protection.num_bytes_max)
             self._payload = memory
             self._view = self._payload.data
             self._hasher.reset()

@@ -50,6 +50,7 @@ from planaria.transport.sockets import (
     endpoints_of,
     is_literal,
     is_loopback,
+    is_own_lack,
     listening_socket,
 )
 from planaria.transport.traffic import Traffic
@@ -177,6 +178,7 @@ class Links:
 
         Raises:
             PeerLostError: a connection to a peer failed at once.
+            OSError: this machine lacks descriptors or memory for a socket.
             AbortedError: the epoch was aborted before it began.
         """
         assert self.rank not in peers
@@ -499,6 +501,8 @@ class Links:
         try:
             self._connect_first(endpoints_of(address), peer, address[1])
         except OSError as error:
+            if is_own_lack(error):
+                raise
             raise PeerLostError(peer, self._unreachable(peer, str(error))) from error
 
     def _connect_named(self, epoch: int, addresses: Mapping[int, Address]) -> None:
@@ -511,17 +515,15 @@ class Links:
                         return
                     self._connect_first(endpoints, peer, address[1])
             except OSError as error:
+                if is_own_lack(error):
+                    self._on_thread_failure(error)
                 with self._changed:
                     if not self._is_over(epoch):
                         self._lost[peer] = self._unreachable(peer, str(error))
                         self._changed.notify_all()
 
     def _connect_first(self, endpoints: list[Endpoint], peer: int, port: int) -> None:
-        """Begins to connect to the first endpoint that does not fail at once.
-
-        Raises:
-            OSError: all do.
-        """
+        """Begins to connect to the first endpoint that does not fail at once, or raises OSError."""
         sock = connecting_socket(endpoints)
         with self._changed:
             connection = Connection(sock, self._own, target=peer, port=port, untried=endpoints)

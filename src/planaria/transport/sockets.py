@@ -26,6 +26,7 @@ CONNECT_TIMEOUT_S: Final = 10.0
 _LOST_S: Final = 120.0
 _NUM_PROBES: Final = 6  # In the second half of that time.
 _BACKLOG: Final = 1024
+_OWN_LACKS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def bare_host(host: str) -> str:
@@ -66,6 +67,11 @@ def is_link_local(host: str) -> bool:
     """Whether the host is an IPv6 address that means another machine on each interface."""
     host = bare_host(host)
     return ":" in host and is_literal(host) and ipaddress.ip_address(host).is_link_local
+
+
+def is_own_lack(error: OSError) -> bool:
+    """Whether a connection failed for a lack of descriptors or memory on this machine."""
+    return error.errno in _OWN_LACKS
 
 
 def break_when_silent(sock: socket.socket, *, silent_s: float | None = None) -> None:
