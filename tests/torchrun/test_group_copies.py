@@ -1,5 +1,6 @@
 """What belongs to one process group begins whole, or leaves nothing behind."""
 
+import resource
 import threading
 import weakref
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from planaria.torchrun.group_copies import GroupCopies
 from planaria.torchrun.group_sockets import listeners
 from planaria.torchrun.loop_state import RandomGenerators
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+from planaria.transport.connection import LinkProtection
 from planaria.transport.links import Links
+from planaria.transport.strangers import Unproven, num_unproven_max
 
 
 @pytest.fixture
@@ -55,6 +58,33 @@ def test_a_loss_while_ranks_meet_leaves_no_links(
             saver.use(state.model, state.optimizer)
 
     wait_until(lambda: threading.active_count() <= before)
+
+
+def test_all_ranks_of_a_large_group_may_connect_to_one_at_the_same_time(
+    saver: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that had not proved themselves yet, all but 512 were refused; or 256, by the limit
+    of files that many systems have."""
+    state, limits = saver._group._state, [(1024, resource.RLIM_INFINITY)]
+    unproven: list[Unproven[int]] = []
+
+    def listen(*_: object, protection: LinkProtection, **__: object) -> None:
+        unproven.append(Unproven(num_unproven_max(protection.num_ranks)))
+        raise RuntimeError("it is known by now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: limits[-1])
+        patch.setattr(resource, "setrlimit", lambda _, changed: limits.append(changed))
+        patch.setattr(group_copies, "Links", listen)
+        patch.setattr(group_copies, "gather_bytes", lambda own: [own])
+        patch.setattr(dist, "get_world_size", lambda: 800)
+        with pytest.raises(RuntimeError, match="known by now"):
+            saver.use(state.model, state.optimizer)
+        for peer in range(799):
+            unproven[0].add(peer, bytes([peer % 100]))
+        surplus = unproven[0].surplus(0)
+
+    assert surplus is None
 
 
 @pytest.mark.parametrize("error", [PeerLostError(1, "gone"), AbortedError("links closed")])

@@ -11,7 +11,7 @@ from typing import Final
 
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
-from planaria.transport.strangers import FILES_SHARE, NUM_UNPROVEN_MAX, UNPROVEN_PER_RANK
+from planaria.transport.strangers import NUM_UNPROVEN_MAX, num_files_for, raise_soft_limit
 
 _OWN: Final = 96  # Descriptors needed for any size of the job, including the user's code.
 _PER_RANK: Final = 2  # The link to a rank, and the link of the epoch before.
@@ -35,7 +35,7 @@ def raise_open_files(cluster: ClusterConfig, *, num_joining: int = 0) -> None:
     needed = _OWN + _PER_RANK * num_ranks
     needed += _PER_DEVICE * cluster.devices_per_node + _STRANGERS_MIN
     wanted = needed + _STRANGERS - _STRANGERS_MIN
-    wanted = max(wanted, round(UNPROVEN_PER_RANK * num_ranks / FILES_SHARE))
+    wanted = max(wanted, num_files_for(num_ranks))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -47,7 +47,4 @@ def raise_open_files(cluster: ClusterConfig, *, num_joining: int = 0) -> None:
             "on fewer nodes"
         )
         raise ConfigError("cluster.nodes", cluster.nodes, remedy)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    raise_soft_limit(wanted)

@@ -46,14 +46,11 @@ from planaria.torchrun.save_checks import (
     parts_of_state,
     readable_on_all,
 )
-from planaria.torchrun.shard_placement import (
-    keepers_of,
-    place_on_all,
-    survival,
-    whole_everywhere,
-)
+from planaria.torchrun.shard_placement import keepers_of, place_on_all, survival, whole_everywhere
 from planaria.torchrun.shards import TrainingState
+from planaria.transport.connection import LinkProtection
 from planaria.transport.links import UNLIMITED_S, Address, Links
+from planaria.transport.strangers import num_files_for, raise_soft_limit
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +96,10 @@ class GroupCopies:
         random_bytes = gather_bytes(secrets.token_bytes(24))[0]
         # A random number, since unrelated runs may use the same epochs.
         self._run = int.from_bytes(random_bytes[16:]) >> 2
-        self.links = Links(self.rank, token=random_bytes[:16], host=options.host)
+        raise_soft_limit(num_files_for(self._world_size))
+        protection = LinkProtection(num_ranks=self._world_size)
+        token = random_bytes[:16]
+        self.links = Links(self.rank, token=token, host=options.host, protection=protection)
         self._readiness = Readiness(self.links, self._world_size)
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self.links)))
         try:

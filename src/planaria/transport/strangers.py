@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
 NUM_UNPROVEN_MAX: Final = 512  # Machines of a large job may come at the same time.
-UNPROVEN_PER_RANK: Final = 2  # Its worker, and the one before, whose end is not noticed yet.
+_UNPROVEN_PER_RANK: Final = 2  # Its worker, and the one before, whose end is not noticed yet.
 # Share of the descriptors of a process that unproven connections may take, and share that they
 # leave free for the job's own connections and files.
-FILES_SHARE: Final = 0.25
+_FILES_SHARE: Final = 0.25
 _NUM_ALWAYS_KEPT: Final = 8
 _LOG_PERIOD_S: Final = 10.0
 _LINES_PER_PERIOD: Final = 5
@@ -34,7 +34,28 @@ def num_unproven_max(num_ranks: int) -> int:
     Args:
         num_ranks: number of ranks of the job.
     """
-    return max(NUM_UNPROVEN_MAX, UNPROVEN_PER_RANK * num_ranks)
+    return max(NUM_UNPROVEN_MAX, _UNPROVEN_PER_RANK * num_ranks)
+
+
+def num_files_for(num_ranks: int) -> int:
+    """Number of descriptors of which all peers that come at the same time take their share.
+
+    Args:
+        num_ranks: number of ranks of the job.
+    """
+    return round(_UNPROVEN_PER_RANK * num_ranks / _FILES_SHARE)
+
+
+def raise_soft_limit(num_files: int) -> None:
+    """Lets this process, and those it starts, open so many files, if its hard limit does.
+
+    With a lower hard limit it may open as many as that says.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        num_files = min(num_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
 
 
 class Unproven(Generic[Item]):
@@ -46,7 +67,7 @@ class Unproven(Generic[Item]):
 
     def __init__(self, num_max: int = NUM_UNPROVEN_MAX) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        num_affordable = num_max if limit == resource.RLIM_INFINITY else int(FILES_SHARE * limit)
+        num_affordable = num_max if limit == resource.RLIM_INFINITY else int(_FILES_SHARE * limit)
         self._num_max = max(1, min(num_max, num_affordable))
         self._sources: dict[Item, bytes] = {}
         self._by_source: dict[bytes, dict[Item, None]] = {}
@@ -93,7 +114,7 @@ class Unproven(Generic[Item]):
 
 def _are_scarce(descriptor: int) -> bool:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit != resource.RLIM_INFINITY and descriptor >= (1.0 - FILES_SHARE) * limit
+    return limit != resource.RLIM_INFINITY and descriptor >= (1.0 - _FILES_SHARE) * limit
 
 
 class RefusalLog:
