@@ -26,6 +26,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import (
     AT_COMMIT,
     DrainRequested,
+    EpochReady,
     NodeArrived,
     NoticeTaken,
     Shutdown,
@@ -107,6 +108,29 @@ def test_a_node_joins_silently_and_then_at_a_commit() -> None:
     assert notice.kinds == {2: "join"}
     assert committed(cluster) == list(range(FIRST, FIRST + 4))
     assert of_type(cluster.commands, Recovering) == []
+
+
+def test_a_switch_pauses_training_while_groups_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else tells how long that takes, and the next switch is priced by it."""
+
+    def report(rank: int, epoch: int) -> EpochReady:
+        return EpochReady(
+            rank=rank,
+            epoch=epoch,
+            layers_materialised=1,
+            regroup_s=0.25,
+            transfer_s=0.5,
+            comm_s=4.0,
+        )
+
+    monkeypatch.setattr("helpers.fake_cluster.ready", report)
+    cluster = training(rules())
+    cluster.join(2)
+    for iteration in range(FIRST + 1, FIRST + 4):
+        cluster.train(iteration)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert changed.pause_s == 2 * 4.75  # Once for the layers that come, and once to train them.
 
 
 def test_layers_come_in_waves_that_a_link_carries_in_an_iteration() -> None:

@@ -490,7 +490,8 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     # Ranks that did not train before the switch were not paused by it.
     paused = [event for rank, event in state.facts.ready.items() if rank in change.trained]
-    pause_s = max((event.regroup_s + event.transfer_s for event in paused), default=0.0)
+    pauses_s = (event.regroup_s + event.transfer_s + event.comm_s for event in paused)
+    pause_s = max(pauses_s, default=0.0)
     state = with_switch(rules, state, pause_s)
     change = replace(change, pause_s=change.pause_s + pause_s)
     if state.plan.silent or change.waves:

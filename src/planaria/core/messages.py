@@ -114,7 +114,8 @@ class EpochReady(Message, frozen=True, kw_only=True):
         received_bytes: bytes of state that peers sent for this epoch, counted on the sockets.
         regroup_s: seconds from when the rank began to enter the epoch until its last link was up.
         scheduled_s: processor seconds that computing the rank's schedule took.
-        transfer_s: seconds from then until the rank held its layers.
+        transfer_s: seconds from when its last link was up until the rank held its layers.
+        comm_s: seconds from then until it could exchange tensors; NCCL forms its groups in them.
         receptions: (bytes, seconds) of large messages that came from ranks on other machines since
             the report before, by source rank; see transport/connection.py.
     """
@@ -126,6 +127,7 @@ class EpochReady(Message, frozen=True, kw_only=True):
     regroup_s: float = 0.0
     scheduled_s: float = 0.0
     transfer_s: float = 0.0
+    comm_s: float = 0.0
     receptions: dict[int, tuple[int, float]] = {}
 
 

@@ -136,8 +136,7 @@ class Worker:
         self._regroup_begin_s = 0.0
         self._received_bytes = 0
         self._spans: tuple[MeasuredSpan, ...] = ()
-        self._iteration_end_s = 0.0
-        self._stall_s = 0.0
+        self._iteration_end_s = self._stall_s = 0.0
 
     def run(self, device: Device) -> None:
         """Loads model and data, then obeys orders until the job shuts down."""
@@ -453,6 +452,7 @@ class Worker:
         start = begin.start
         assert self._schedule is not None
         schedule, scheduled_s = self._schedule
+        begin_s = time.monotonic()
         open_comm(
             self._links,
             self._stage.device,
@@ -473,7 +473,8 @@ class Worker:
                 received_bytes=self._received_bytes,
                 regroup_s=self._links.linked_s - self._regroup_begin_s,
                 scheduled_s=scheduled_s,
-                transfer_s=time.monotonic() - self._links.linked_s,
+                transfer_s=begin_s - self._links.linked_s,
+                comm_s=time.monotonic() - begin_s,
                 receptions=self._links.take_receptions(),
             )
         )
