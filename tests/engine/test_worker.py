@@ -278,15 +278,34 @@ def test_what_is_raised_on_a_node_that_will_be_taken_away_is_no_mistake_of_the_j
     assert failed.blame == blame
 
 
+def test_a_loss_that_the_comm_has_seen_is_told_although_it_has_ended_all_waits(
+    alone: Served, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank was taken for one that was told to leave the epoch, and waited for an order."""
+
+    def end_waits(*_: object, **__: object) -> None:
+        comm = alone.worker._control.comm
+        assert isinstance(comm, HostComm)
+        comm._error = PeerLostError(1, "its connection closed")
+        comm.abort("a thread has failed")
+        alone.links.check_epoch()
+
+    monkeypatch.setattr(RankStage, "forward", end_waits)
+    disk.may_write.set()
+    alone.line.give(alone.start(ALONE))
+
+    alone.line.wait_told(PeerUnreachable)
+
+
 def test_the_forming_of_groups_is_no_moving_of_layers(
     alone: Served, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Links were taken for up to 26 times as slow, in all answers to losses that move layers."""
     moved_s: list[float] = []
 
-    def form(*arguments: Any, **others: Any) -> Any:
+    def form(*arguments: Any, **others: Any) -> None:
         moved_s.append(time.monotonic() - alone.links.linked_s)
-        return open_comm(*arguments, **others)
+        open_comm(*arguments, **others)
 
     monkeypatch.setattr("planaria.engine.worker.open_comm", form)
     disk.may_write.set()

@@ -65,7 +65,7 @@ from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.engine.worker_faults import Slowness, faults_by_kind, probe_of
-from planaria.errors import CheckpointError
+from planaria.errors import AbortedError, CheckpointError
 from planaria.protocol import worker_actions as act
 from planaria.protocol.agent_lease import meeting_s
 from planaria.protocol.worker_state import (
@@ -232,7 +232,8 @@ class Worker:
             self._carry_out(on_order(self._state, order))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # An abort of NCCL lets a receive end as if all were well, and layers refuse rubbish.
-            if self._control.comm is not None and not isinstance(error, EPOCH_ERRORS):
+            is_cause = isinstance(error, EPOCH_ERRORS) and not isinstance(error, AbortedError)
+            if self._control.comm is not None and not is_cause:
                 self._control.comm.check()
             raise
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -278,6 +279,19 @@ def test_an_error_of_a_thread_that_nobody_has_seen_is_raised_at_the_end(
             right.close()
         with pytest.raises(ValueError, match="what is this"):
             right.receive(0, tag(0))
+
+
+def test_an_error_of_a_thread_frees_who_waits_in_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for may come from a rank that waits for this one."""
+    misread = Mock(side_effect=ValueError("what is this?"))
+    monkeypatch.setattr("planaria.engine.comm.nccl.parse_head", misread)
+    with formed(Fabric()) as (left, right):
+        left.send(1, tag(0), torch.ones(3), virtual_bytes=0)
+
+        with pytest.raises(AbortedError):
+            right._links.receive(0, tag(9), timeout_s=TIMEOUT_S)
+        with pytest.raises(ValueError, match="what is this"):
+            right.check()
 
 
 def test_a_comm_that_is_closed_holds_no_groups() -> None:

@@ -454,6 +454,8 @@ class NcclComm:
                         self._error = error
                     self._changed.notify_all()
                 self._abort_groups()  # Whoever waits in one waits for what never comes.
+                if self._is_formed:  # Else the epoch is needed to tell a loss from a failure.
+                    self._links.abort("a thread has failed", first_epoch=self._epoch + 1)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
