@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from planaria.core.agreement import SAMPLE_BYTES
 from planaria.core.job import ResilienceConfig
-from planaria.engine.iteration.guard import SAMPLE_BYTES, sampled_hashes
+from planaria.engine.iteration.guard import sampled_hashes
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import RankStage
 from planaria.job.planning import cache_directory, fork_server

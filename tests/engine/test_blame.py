@@ -110,7 +110,7 @@ def test_an_error_of_any_length_can_be_reported() -> None:
         job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
     )
     error = ValueError("first" + "\u00e9" * (1 << 24) + "last")
-    failure = failure_of(error, spec, pid=1, epoch=0, layers=(0, 0))
+    failure = failure_of(error, spec, epoch=0, layers=(0, 0))
 
     assert len(msgspec.json.encode(failure)) < FROM_NODE_BYTES_MAX
     assert "ValueError: first" in failure.traceback
@@ -137,7 +137,7 @@ def test_an_error_of_any_text_can_be_reported(error: Exception, told: str) -> No
     spec = NodeSpec(
         job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
     )
-    failure = failure_of(error, spec, pid=1, epoch=0, layers=(0, 0))
+    failure = failure_of(error, spec, epoch=0, layers=(0, 0))
     received = msgspec.json.decode(msgspec.json.encode(failure), type=WorkerFailed)
 
     assert received == failure

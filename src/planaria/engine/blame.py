@@ -8,6 +8,7 @@ user reads.
 """
 
 import errno
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,12 +44,11 @@ def failure_of(
     error: BaseException,
     spec: NodeSpec,
     *,
-    pid: int,
     epoch: int,
     layers: tuple[int, int],
     is_noticed: bool = False,
 ) -> WorkerFailed:
-    """The message that reports an exception to the coordinator.
+    """The message that reports an exception in this process to the coordinator.
 
     Args:
         layers: first and end of the layers that were being computed; both 0: none.
@@ -64,7 +64,7 @@ def failure_of(
         node=spec.node,
         rank=spec.rank,
         traceback=user_traceback(error),
-        pid=pid,
+        pid=os.getpid(),
         epoch=epoch,
         blame=blame,
         raised=Raised(

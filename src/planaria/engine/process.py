@@ -2,7 +2,6 @@
 
 import faulthandler
 import logging
-import os
 import signal
 import sys
 
@@ -67,9 +66,7 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
         return
     except (Exception, SystemExit) as error:
         is_noticed = control.is_noticed
-        failure = failure_of(
-            error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0), is_noticed=is_noticed
-        )
+        failure = failure_of(error, spec, epoch=-1, layers=(0, 0), is_noticed=is_noticed)
         control.send(failure)
         if failure.blame != "job":  # A new process may succeed.
             return

@@ -190,11 +190,10 @@ class Worker:
             self._obey(self._control.wait_order())
 
     def _rules(self) -> WorkerRules:
-        host, port = self._links.address
         return WorkerRules(
             rank=self._spec.rank,
             pid=os.getpid(),
-            address=(host, port),
+            address=self._links.address,
             layout=self._layout,
             training=self._job.training,
             persist_every=self._job.checkpoint.persist_every,
@@ -218,7 +217,6 @@ class Worker:
             failure = failure_of(
                 error,
                 self._spec,
-                pid=os.getpid(),
                 epoch=self._state.epoch,
                 layers=self._pulse.layers,
                 is_noticed=self._control.is_noticed,

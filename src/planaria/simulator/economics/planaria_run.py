@@ -567,9 +567,8 @@ class PlanariaRun:
         self._post(now_s + self._saves.write_s, partial(self._deliver, (saved,)))
 
     def _tell_saved(self, published: Sequence[Published], now_s: float) -> None:
-        """Tells the coordinator of saves that are complete, and of those that are removed."""
-        for save in published:
-            save = Published(save.iteration, max(save.epoch, self._state.epoch))
+        """Tells of complete saves, as those of this epoch, and of those that are removed."""
+        for save in [Published(each.iteration, self._state.epoch) for each in published]:
             self.account.settle(save.iteration)
             self._deliver((save, *self._saves.on_published(save)), now_s)
 
