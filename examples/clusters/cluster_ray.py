@@ -43,7 +43,7 @@ AWAY_S_MAX = 60.0  # Of the head's machine, before another one gets the head.
 POLL_S = 5.0  # Between two looks whether Ray drains the machine.
 AGAIN = 75  # The exit code that says: start this again.
 UNFIT = -AGAIN  # What the run of a machine returns that was unfit, after its pause.
-UNFIT_MAX = 2  # Such runs in a row, after which Ray is asked for another machine.
+UNFIT_RUNS = 2  # So many in a row, after which Ray is asked for another machine.
 
 
 class Machine:
@@ -155,7 +155,7 @@ class Member:
             scheduling_strategy=place,
         )(Machine)
         self.actor = actor.remote()
-        self.group = group
+        self.group, self.index = group, index
         self.node_id = ""  # Of the machine in Ray; "": it is to be asked for before the next run.
         self.address = ""
         self.call: ray.ObjectRef | None = None  # Of `place` without a node_id, else of `run`.
@@ -193,6 +193,7 @@ class Job:
         for _ in range(MAX_MACHINES - MIN_MACHINES):
             self._members.append(Member(group_elsewhere(node_ids), 0))
         self._unfit: dict[str, float] = {}  # Since when machines are unfit, by their IDs.
+        self._unused: list[int] = []  # Bundles of the group whose machine was unfit.
         self._num_starts = 0  # Of the head, which is on the first of the members.
         self._code = 3  # Of the head's newest run; 3: Ray has lost it.
         self._away_s = time.monotonic()  # Since then the first one is away, if it is.
@@ -268,6 +269,7 @@ class Job:
         else:
             if not member.node_id:
                 member.node_id, member.address, member.is_running = result
+                member.avoids_unfit = False
                 self._keep_one_on(member.node_id)
                 return False
             is_unfit = result == UNFIT
@@ -276,7 +278,7 @@ class Job:
             member.num_ended += 1
             member.is_running = False
             member.is_done = not is_again(code)
-            if member.num_unfit == UNFIT_MAX and self._members[0].is_running:
+            if member.num_unfit >= UNFIT_RUNS and self._has_others_at_work(member):
                 self._ask_for_another(member)
                 return False
         if member is self._members[0]:
@@ -297,6 +299,12 @@ class Job:
             return
         self._put_elsewhere(min(others, key=lambda member: member.is_running))
 
+    def _has_others_at_work(self, member: Member) -> bool:
+        """Whether the trouble is that of one machine, and not, say, of the place of saves."""
+        head, *others = (other for other in self._members if other is not member)
+        is_at_work = any(other.is_running and not other.num_unfit for other in others)
+        return head is self._members[0] and head.is_running and (is_at_work or not others)
+
     def _ask_for_another(self, member: Member) -> None:
         """Gives an unfit machine back to Ray, and asks for another one in its place."""
         print(f"the machine {member.address} is unfit; Ray is asked for another one", flush=True)
@@ -315,20 +323,32 @@ class Job:
             if now_s - since_s >= PAUSE_S_MAX:
                 del self._unfit[node_id]
         for member in self._waits_for_fit():
-            if now_s - member.asked_s >= PAUSE_S_MAX:
+            if now_s - member.asked_s < PAUSE_S_MAX:
+                continue
+            if self._unused:  # Ray has kept the room of this one.
+                self._end_actor(member)
+                new = Member(self._group, self._unused.pop())
+                self._members[self._members.index(member)] = new
+            else:
                 self._put_elsewhere(member)
 
     def _put_elsewhere(self, leaving: Member) -> None:
         """Ends an actor, and has Ray start one in its place where the job has none."""
-        ray.kill(leaving.actor)
-        if leaving.group is not self._group:  # Ray keeps room for all of that one.
-            remove_placement_group(leaving.group)
+        self._end_actor(leaving)
         if leaving is self._members[0]:
             self._away_s = time.monotonic()
         node_ids = {member.node_id for member in self._members if member.node_id}
         group = group_elsewhere(node_ids.union(self._unfit))
         member = Member(group, 0, avoids_unfit=bool(self._unfit))
         self._members[self._members.index(leaving)] = member
+
+    def _end_actor(self, leaving: Member) -> None:
+        """Ends an actor for good. Ray keeps room for all of the first group as long as that is."""
+        ray.kill(leaving.actor)
+        if leaving.group is self._group:
+            self._unused.append(leaving.index)
+        else:
+            remove_placement_group(leaving.group)
 
 
 def main() -> int:

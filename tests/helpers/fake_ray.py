@@ -52,7 +52,8 @@ class FakeNodes:
         killed: actors that the program has killed.
     """
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, num_actors_max: int) -> None:
+        self._num_actors_max = num_actors_max
         self._num_actors = {f"node-{number}": 0 for number in range(num_nodes)}
         self.current = "here"
         self.killed: list[FakeActor] = []
@@ -67,7 +68,11 @@ class FakeNodes:
         node_ids: list[str] = []
         excluded = re.findall(r"node-\d+", str(bundle_label_selector))
         for _ in bundles:
-            free = [node for node in self._num_actors if node not in {*excluded, *node_ids}]
+            free = [
+                node
+                for node, number in self._num_actors.items()
+                if node not in {*excluded, *node_ids} and number < self._num_actors_max
+            ]
             node_ids.append(min(free, key=lambda node: self._num_actors[node], default=""))
             if node_ids[-1]:
                 self._num_actors[node_ids[-1]] += 1
@@ -202,14 +207,17 @@ def fake_ray(
     *,
     head_ends_last: bool = True,
     num_nodes: int = 100,
+    num_actors_max: int = 100,
 ) -> list[dict[str, Any]]:
     """Puts a module in the place of ray; returns the options with which actors will be started.
 
     Args:
         draining: returns what is drained; this machine is "here".
         head_ends_last: as for `fake_wait`.
+        num_nodes: number of machines.
+        num_actors_max: actors for which each has room.
     """
-    nodes = FakeNodes(num_nodes)
+    nodes = FakeNodes(num_nodes, num_actors_max)
     started: list[dict[str, Any]] = []
     num_asked = itertools.count()
     ray, util = ModuleType("ray"), ModuleType("ray.util")

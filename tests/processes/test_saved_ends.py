@@ -220,10 +220,11 @@ def test_a_full_disk_of_the_journal_ends_the_job_saved(
 def test_a_full_disk_of_journal_and_saves_is_said_to_have_saved_nothing(
     own_server: ForkServer, tmp_path: Path, disk: Path
 ) -> None:
-    """One disk for both, as is usual."""
+    """One disk for both, as is usual. Nobody makes room for most of `checkpoint.timeout_s`."""
     config = chaos_job(FAMILY, tmp_path / "run", own_server, nodes=N0, f=0, iterations=MANY)
     saves = str(disk / "checkpoints")
-    config = replace(config, checkpoint=replace(config.checkpoint, directory=saves))
+    checkpoint = replace(config.checkpoint, directory=saves, timeout_s=4.0)
+    config = replace(config, checkpoint=checkpoint)
 
     result = Job(config).run(server=own_server, display=At({4: lambda: fill(disk)}))
 

@@ -129,8 +129,8 @@ class EventRecord:
         detect_s: time from the loss until every member had left the old epoch and answered, and a
             node had come if all waited for one; for a lost coordinator, until it ran again.
         decide_s: time from then until the plan was recorded and sent.
-        regroup_s: time from then until links were up.
-        transfer_s: time from then until every layer was where it belongs.
+        regroup_s: time from then until every rank could go on, without transfer_s.
+        transfer_s: time in which layers moved, once links were up.
         received_bytes: bytes of state received, counted on the sockets; `transfer_bytes` is the
             planned number.
         source_tier: place that layers came from: "live" holders; "memory" or "disk" if all nodes

@@ -106,13 +106,14 @@ def finished_event(open_event: OpenEvent, message: Running) -> EventRecord:
     """The event with the times of its phases, from the loss until every rank could go on."""
     if not open_event.detected_s:  # This recovery does not answer the fault, such as a short stop.
         return open_event.event
-    regroup_s = min(message.regroup_s, message.now_s - open_event.told_s)
+    between_s = message.now_s - open_event.told_s
+    transfer_s = min(message.transfer_s, between_s)
     return replace(
         open_event.event,
         detect_s=open_event.detected_s - open_event.lost_s,
         decide_s=open_event.told_s - open_event.detected_s,
-        regroup_s=regroup_s,
-        transfer_s=message.now_s - open_event.told_s - regroup_s,
+        regroup_s=between_s - transfer_s,
+        transfer_s=transfer_s,
         received_bytes=message.received_bytes,
         downtime_s=message.now_s - open_event.lost_s,
         recovery_s=message.now_s - open_event.noticed_s if open_event.noticed_s else 0.0,

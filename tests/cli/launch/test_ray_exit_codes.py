@@ -369,13 +369,14 @@ def test_an_unfit_machine_of_ray_is_asked_less_and_less_often(
     assert pauses == [10.0, 30.0, 70.0, 150.0, 300.0, 300.0, 300.0, 0.0]
 
 
-@pytest.mark.parametrize(("rank", "num_nodes"), [(1, 5), (3, 5), (3, 4)])
+@pytest.mark.parametrize(("rank", "num_nodes"), [(1, 5), (3, 5), (1, 4), (3, 4)])
 def test_another_machine_of_ray_takes_the_place_of_an_unfit_one(
     rank: int, num_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its actor stayed on it, and was asked again without end, though Ray had room elsewhere. If
-    there is none, it is asked again after a while: what was wrong may have passed."""
-    fake_ray(monkeypatch, head_ends_last=False, num_nodes=num_nodes)
+    there is none, it is asked again after a while: what was wrong may have passed. Ray has room for
+    one actor on each machine, which a bundle of the first group keeps."""
+    started = fake_ray(monkeypatch, head_ends_last=False, num_nodes=num_nodes, num_actors_max=1)
     program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
     runs: list[tuple[int, str]] = []
     wait = sys.modules["ray"].wait
@@ -384,12 +385,14 @@ def test_another_machine_of_ray_takes_the_place_of_an_unfit_one(
     def end(own_rank: int) -> int:
         runs.append((own_rank, current_node()))
         is_unfit = current_node() == unfit and runs.count((own_rank, unfit)) <= 2
-        return int(program["UNFIT"]) if is_unfit else 0
+        if is_unfit:
+            return int(program["UNFIT"])
+        return 3 if [own_rank for own_rank, _ in runs].count(rank) == 3 else 0
 
     def others_end_last(refs: list[FakeRef], **options: Any) -> object:
         for ref in refs:
             if ref.rank in {0, 1, 2, 3} - {rank}:
-                ref.can_end = lambda: [own_rank for own_rank, _ in runs].count(rank) == 3
+                ref.can_end = lambda: [own_rank for own_rank, _ in runs].count(rank) == 4
         return wait(refs, **options)
 
     times_s = itertools.count(step=10)
@@ -399,5 +402,32 @@ def test_another_machine_of_ray_takes_the_place_of_an_unfit_one(
     program["main"].__globals__.update(Machine=FakeMachine, time=clock)
 
     assert program["main"]() == 0
-    assert runs.count((rank, unfit)) == (2 if num_nodes == 5 else 3)
-    assert runs.count((rank, "node-4")) == (1 if num_nodes == 5 else 0)
+    place = "node-4" if num_nodes == 5 else unfit
+    assert [node for own_rank, node in runs if own_rank == rank] == [unfit, unfit, place, place]
+    # A machine is not given back for an end that is no fault of its own.
+    assert len(started) == (5 if num_nodes == 5 else 6)
+
+
+def test_machines_of_ray_that_are_all_unfit_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the place of saves does not answer."""
+    started = fake_ray(monkeypatch, head_ends_last=False, num_nodes=10)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    num_runs = Counter[int]()
+    wait = sys.modules["ray"].wait
+
+    def end(rank: int) -> int:
+        num_runs[rank] += 1
+        return int(program["UNFIT"]) if rank and num_runs[rank] < 5 else 0
+
+    def head_ends_last(refs: list[FakeRef], **options: Any) -> object:
+        for ref in refs:
+            if ref.rank == 0:
+                ref.can_end = lambda: num_runs.total() == 15
+        return wait(refs, **options)
+
+    monkeypatch.setattr(sys.modules["ray"], "wait", head_ends_last)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__.update(Machine=FakeMachine, PAUSE_S=0.0)
+
+    assert program["main"]() == 0
+    assert len(started) == 4

@@ -112,6 +112,7 @@ class MachineOperator:
         self._nodes: set[int] = set()
         self._unfit: set[int] = set()  # Nodes whose machines are unfit.
         self._asking: dict[str, asyncio.Task[None]] = {}  # By address of the lost machine.
+        self._lost: dict[str, LostMachine] = {}  # The newest loss at each of these addresses.
         self._working: dict[tuple[str, int], asyncio.Task[None]] = {}
         # The platform's verdicts on machines, by name, and when it gave them.
         self._verdicts: dict[str, tuple[str, float]] = {}
@@ -128,12 +129,11 @@ class MachineOperator:
                     "it, because it was lost with the head before"
                 )
                 continue
-            if machine.facts.host in self._asking:
-                continue
             host = machine.facts.host
-            lost = self._lost_machine(machine, node, is_leaving=not are_lost)
-            task = self._asking[host] = asyncio.create_task(self._ask(lost))
-            task.add_done_callback(partial(self._on_answer, host))
+            self._lost[host] = self._lost_machine(machine, node, is_leaving=not are_lost)
+            if host not in self._asking:
+                task = self._asking[host] = asyncio.create_task(self._ask(host))
+                task.add_done_callback(partial(self._on_answer, host))
 
     def on_coordinator_message(self, message: ToLauncher) -> None:
         """See CloudOperator."""
@@ -157,15 +157,17 @@ class MachineOperator:
 
     def _on_answer(self, host: str, task: asyncio.Task[None]) -> None:
         self._asking.pop(host, None)
+        self._lost.pop(host, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("no machine could be asked for", exc_info=error)
             self.note(f"no machine could be asked for in place of {host}: {error!r}")
 
-    async def _ask(self, lost: LostMachine) -> None:
+    async def _ask(self, host: str) -> None:
         """Asks for a machine until the platform has taken the request, or the lost one is back."""
-        if not lost.is_leaving:
+        if not self._lost[host].is_leaving:
             await asyncio.sleep(self._return_s)
         for pause_s in _pauses_s():
+            lost = self._lost[host]  # It may be lost once more meanwhile.
             if not lost.is_leaving and self._is_back(lost):
                 return
             try:
