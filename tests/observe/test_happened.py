@@ -54,6 +54,20 @@ def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> 
     assert (event.at_s, event.noticed_at_s) == (9.0, 10.0)
 
 
+def test_what_is_no_moving_of_layers_is_regrouping() -> None:
+    """Layers moved for 0.5 of the 3 s; groups of NCCL, say, were formed for 2 s. The ledger said
+    so, and the event had 2.5 s of moving."""
+    run = recorder()
+    run.on_recovering(loss_message(20.0, 6))
+    run.on_decided(decision_message(21.0), predicted_peak_bytes=5)
+    run.on_starting(starting(23.0))
+    (event,) = run.on_running(running(26.0, epoch=4, regroup_s=0.5, transfer_s=0.5))
+
+    assert (event.regroup_s, event.transfer_s) == (2.5, 0.5)
+    spent = parts(run, 26.0)
+    assert (spent["regroup"], spent["transfer"]) == (2.5, 0.5)
+
+
 def test_a_loss_that_waits_for_a_machine_keeps_its_time() -> None:
     """The machine comes four seconds later, which is no other loss."""
     run = recorder()

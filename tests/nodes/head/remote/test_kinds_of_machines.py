@@ -166,6 +166,26 @@ async def test_a_machine_that_is_ready_before_the_job_is_planned_measures_too(
 
 
 @runs
+async def test_a_machine_that_came_back_with_a_node_measures_once_it_is_free(
+    tmp_path: Path,
+) -> None:
+    """A head that takes a run up knows of no kind. Its next node counted as one of the fastest."""
+    async with cluster(tmp_path, JOB) as made:
+        await join(made, ("slow", 4.0))
+        spec = NodeSpec(
+            job=JOB, node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+        )
+        made.machines.start(spec, is_granted=False)
+        kinds = made.machines.kinds
+        kinds.begin(REQUEST, profile(1.0), {kind_of(FACTS["fast"]): profile(1.0)})
+        made.machines.compare_again()
+        assert not made.specs  # The node has not even begun.
+        await wait_until(lambda: kinds.is_known(FACTS["slow"]))
+
+    assert kinds.speed(FACTS["slow"]) == 0.25
+
+
+@runs
 async def test_a_machine_that_is_ready_before_the_job_is_planned_needs_as_much_memory(
     tmp_path: Path,
 ) -> None:

@@ -115,6 +115,23 @@ async def test_a_machine_that_stays_away_is_asked_for_once(tmp_path: Path) -> No
 
 
 @runs
+async def test_a_request_counts_from_the_newest_loss_of_its_machine(tmp_path: Path) -> None:
+    """Kubernetes must have missed the machine since then; the first loss was over."""
+    platform = Asked()
+    async with arriving_machines(tmp_path) as head:
+        asks = operator(head, platform)
+        await lose_machine(head)
+        asks.on_coordinator_message(gone(0))
+        first_s = time.monotonic()
+        asks._nodes.clear()  # As if the machine had been back, with another node.
+        asks.on_coordinator_message(gone(0))
+        await wait_until(lambda: bool(platform.lost))
+
+        assert len(platform.lost) == 1
+        assert platform.lost[0].lost_s > first_s
+
+
+@runs
 async def test_a_machine_that_comes_back_is_not_asked_for(tmp_path: Path) -> None:
     """Its node alone was lost, or its agent was started again."""
     platform = Asked()
