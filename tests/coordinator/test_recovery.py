@@ -337,8 +337,9 @@ def test_a_loss_that_leaves_a_job_as_safe_as_it_was_is_no_news() -> None:
     cluster = trained(FakeCluster(small_rules(n0=1, policy=policy), TOP_HEAVY))
     cluster.lose(0)
     cluster.hear(Published(NEXT, epoch=1))
+    cluster.train(NEXT)
     policy.num_idle = 1
-    cluster.lose(1)
+    cluster.lose(3)  # It had no work, so that there is an iteration that is not saved.
 
     first, second = of_type(cluster.commands, Decided)
     assert (first.is_newly_degraded, second.is_newly_degraded) == (True, False)
@@ -369,6 +370,7 @@ def test_the_save_of_a_job_that_is_less_safe_is_owed_until_it_is_complete(
 
     epoch = cluster.state.epoch
     cluster.hear(Published(NEXT, epoch=epoch))
+    cluster.train(NEXT)
     cluster.crash(2)
     order = of_type(cluster.commands, StartEpoch)[-1]
     assert (order.epoch, order.persists) == (epoch + 1, False)
