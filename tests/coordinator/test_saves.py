@@ -238,6 +238,21 @@ def test_a_last_save_whose_manifest_is_refused_in_an_evaluation_is_tried_again_a
         assert end.ending is Ending.FINISHED
 
 
+def test_a_loss_has_a_save_published_whose_manifest_was_refused_in_an_evaluation() -> None:
+    """Nobody did, so that the recovery waited for no answer, took an older save, and dropped this
+    one in silence."""
+    refused = SaveFailed(rank=BY_PUBLISHER, iteration=NEXT + 1, epoch=0, reason="503")
+    state, _ = after(training_halves(RULES), [*whole(NEXT + 1), refused], RULES)
+    state, commands = after(state, lost((0, 2)), RULES)
+    assert [publish.iteration for publish in of_type(commands, Publish)] == [NEXT + 1]
+    assert of_type(commands, AwaitingSaves)
+    published, _ = after(state, [Published(NEXT + 1, 0)], RULES)
+    _, commands = after(state, [refused], RULES)
+
+    assert published.commits.origin.source == f"{NEXT + 1}-0"
+    assert [discard.reason for discard in of_type(commands, Discard)] == ["503"]
+
+
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_the_layers_of_a_last_save_stay_when_its_manifest_is_given_up(is_behind: bool) -> None:
     """The disk does not answer for it, or not even for the save before it."""

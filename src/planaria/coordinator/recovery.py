@@ -70,7 +70,7 @@ from planaria.coordinator.outcomes import (
     votes,
 )
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
-from planaria.coordinator.saves import await_saves, has_late_answer, without_partial
+from planaria.coordinator.saves import await_saves, drop_partial, has_late_answer
 from planaria.coordinator.state import EpochFacts, JobState, Loss, Phase, PlanSearch, Step
 from planaria.coordinator.transition_choice import (
     choice_among,
@@ -126,7 +126,7 @@ def begin_recovery(
         postponed={n: leave for n, leave in members.postponed.items() if n in remaining},
         history=history,
     )
-    state, notices = without_partial(state)
+    state, dropped = drop_partial(state)
     state = replace(
         state,
         epoch=epoch,
@@ -140,7 +140,7 @@ def begin_recovery(
         search=PlanSearch(short_of_memory=state.search.short_of_memory),
     )
     state = without_gone(without_former_members(state))
-    notices = (Notify(_notice(state, raised)), *notices)
+    notices = (Notify(_notice(state, raised)), *dropped)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not (remaining or can_await(rules, state) or may_return(state)):
         end = End(Ending.LOST, "no node is left")

@@ -92,17 +92,19 @@ def publish_next(state: JobState) -> Step:
     return replace(state, saves=saves), (*commands, publish)
 
 
-def without_partial(state: JobState) -> tuple[JobState, tuple[Notify, ...]]:
-    """The state after a loss, in which saves without all layers on disk are dropped, and notices
-    of these, but of the last save, which is made again.
+def drop_partial(state: JobState) -> Step:
+    """Drops the saves without all layers on disk after a loss, and tells of these, but not of the
+    last save, which is made again.
 
-    A save with all layers lacks only its manifest; the job may go back to it.
+    A save with all layers lacks only its manifest; the job may go back to it. It is published if
+    nobody does that yet, because its manifest was refused while ranks evaluated.
     """
     saves, num_layers = state.saves, state.plan.num_layers
     files = {key: known for key, known in saves.files.items() if len(known) == num_layers}
     partial = [key for key in saves.files if key not in files and state.phase is not Phase.SAVING]
     notices = _partial_notices(state, partial, "a recovery")
-    return replace(state, saves=replace(saves, files=files)), notices
+    state, commands = publish_next(replace(state, saves=replace(saves, files=files)))
+    return state, (*notices, *commands)
 
 
 def _partial_notices(
