@@ -376,6 +376,20 @@ def test_the_save_of_a_job_that_is_less_safe_is_owed_until_it_is_complete(
     assert (order.epoch, order.persists) == (epoch + 1, False)
 
 
+def test_an_owed_save_that_ends_its_rank_each_time_is_tried_twice() -> None:
+    """A save copies the state in host memory, and the kernel may kill the rank for that: with a
+    save in each next epoch the third signal in a row evicted a node of a job that was short."""
+    policy = Survivors(num_idle=2)
+    cluster = trained(FakeCluster(small_rules(n0=1, policy=policy), TOP_HEAVY))
+    cluster.lose(0)
+    cluster.crash(2)
+    cluster.crash(2)
+
+    orders = of_type(cluster.commands, StartEpoch)
+    assert [order.persists for order in orders] == [False, True, True, False]
+    assert cluster.state.nodes == (1, 2, 3)
+
+
 def test_a_layer_that_is_left_on_too_few_nodes_is_warned_of() -> None:
     """There are nodes for f failures, but a rerouted plan may have all copies on one of them."""
     policy = Survivors(num_idle=2)

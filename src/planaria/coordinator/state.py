@@ -197,6 +197,7 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
             too.
         owed_since: epoch that made the job less safe, and since which no save is published that
             began in it or later; -1: there is none.
+        num_owed_tries: number of orders since then to begin an epoch with a save.
     """
 
     files: Mapping[tuple[int, int], Mapping[int, LayerFile]] = msgspec.field(default_factory=dict)
@@ -214,6 +215,7 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
     is_slow_told: bool = False
     since_epoch: int = 0
     owed_since: int = -1
+    num_owed_tries: int = 0
 
     @property
     def surely_spoilt(self) -> frozenset[str]:

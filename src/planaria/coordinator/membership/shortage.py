@@ -1,5 +1,7 @@
 """How many nodes a job needs: to go on at all, and to survive as many failures as it promises."""
 
+from typing import Final
+
 from planaria.coordinator.commands import Notify
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
@@ -8,6 +10,10 @@ from planaria.core.kinds import ChangeKind
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import Warned
+
+# The save may be what ends its rank: it copies the state in host memory. CRASHES_MAX signals in a
+# row evict a node.
+_OWED_TRIES_MAX: Final = 2
 
 
 def shortage_text(rules: Rules, num_left: int) -> str:
@@ -110,17 +116,24 @@ def with_tolerance(rules: Rules, state: JobState) -> JobState:
 
 
 def owes_save(rules: Rules, state: JobState, plan: Plan) -> bool:
-    """Whether the job has become less safe since the newest save began that is complete."""
+    """Whether the job has become less safe since the newest save began that is complete.
+
+    False if that save was tried too often already.
+    """
     f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
-    is_owed = state.saves.owed_since >= 0 and num_tolerated(rules, num_nodes, plan) < f
-    return is_owed or is_newly_degraded(rules, state, num_nodes, plan)
+    is_owed = state.saves.owed_since >= 0 and state.saves.num_owed_tries < _OWED_TRIES_MAX
+    is_unsafe = num_tolerated(rules, num_nodes, plan) < f
+    return (is_owed and is_unsafe) or is_newly_degraded(rules, state, num_nodes, plan)
 
 
 def with_owed_save(rules: Rules, state: JobState, order: StartEpoch) -> JobState:
     """The state in which the save of an order, if it has one, is owed until it is complete."""
-    if not order.persists or not is_newly_degraded(rules, state, len(state.nodes), order.plan):
+    saves = state.saves
+    if not order.persists:
         return state
-    return replace(state, saves=replace(state.saves, owed_since=order.epoch))
+    if is_newly_degraded(rules, state, len(state.nodes), order.plan):
+        saves = replace(saves, owed_since=order.epoch, num_owed_tries=0)
+    return replace(state, saves=replace(saves, num_owed_tries=saves.num_owed_tries + 1))
 
 
 def num_tolerated(rules: Rules, num_nodes: int, plan: Plan) -> int:
