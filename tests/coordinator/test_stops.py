@@ -7,16 +7,20 @@ from helpers.coordinated import (
     END,
     FIRST,
     Survivors,
+    after,
     iteration_report,
     of_type,
     save_failure,
     save_report,
     small_rules,
+    stop_report,
+    training_of_four_ranks,
+    worker_exit,
     worker_failure,
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.commands import End, MustEnd
+from planaria.coordinator.commands import End, MembersRecorded, MustEnd, RecordDecision
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import progress_of
@@ -24,6 +28,7 @@ from planaria.coordinator.state import Crash, Phase
 from planaria.coordinator.step import Event
 from planaria.core.kinds import Ending
 from planaria.core.messages import Acknowledged, NoticeTaken, Raised, SaveLayers, StopRequested
+from planaria.core.plan import Plan
 from planaria.core.records import Committed, Decision, Progress, Warned
 from planaria.protocol.agent_state import on_coordinator_message
 
@@ -109,21 +114,101 @@ def test_a_job_that_needs_an_unfit_machine_ends_saved_at_the_third_crash_there(
     assert end.reason.endswith("its machine is unfit: GPU 0 does not answer")
 
 
-def test_a_job_ends_unsaved_if_its_unfit_machine_crashes_in_the_last_save_too() -> None:
-    """It began the save again and again."""
+def saved_layers(cluster: FakeCluster) -> set[int]:
+    """The layers of the newest order to save, which only node 0 obeys."""
+    order = of_type(cluster.commands, SaveLayers)[-1]
+    assert order.iteration == FIRST + 1
+    assert set(order.layers) == {0}
+    return {*order.layers[0]}
+
+
+def test_a_job_is_saved_by_others_if_new_workers_of_its_unfit_machine_raise_at_once() -> None:
+    """A GPU is gone. The rank was asked for what it held, and its fourth crash ended the job
+    unsaved, though the rank held nothing and others held all."""
+    cluster = training(rules())
+    cluster.fail(1, GPU_LOST)
+    cluster.hear(UNFIT)
+    cluster.nodes[1].is_alive = False  # Its workers answer nothing.
+    for pid in (91, 92, 93):
+        cluster.hear(worker_failure(1, GPU_LOST, epoch=-1, pid=pid))
+
+    assert saved_layers(cluster) == {*range(NUM_LAYERS)}
+    (end,) = of_type(cluster.commands, End)
+    assert end.ending is Ending.LOST
+    assert end.reason.endswith("its machine is unfit: GPU 0 does not answer")
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+def test_a_job_is_saved_by_others_if_all_workers_of_its_unfit_machine_end_at_once(
+    *, stalled: bool
+) -> None:
+    """The third time in a row. The end of the second worker ended the job, unsaved."""
+    made = rules()
+    state = training_of_four_ranks(made)
+    raised = Raised(error="stall" if stalled else "SIGKILL")
+    crashes = tuple(
+        Crash(1, rank, pid, -1, raised, UNFIT.reason) for rank in (4, 5) for pid in (10, 11)
+    )
+    state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    exits = [
+        structs.replace(worker_exit(rank, stalled=stalled, stack="in forward"), node=1)
+        for rank in (4, 5)
+    ]
+    held = {rank: tuple(state.plan.layers_by_rank[rank]) for rank in range(4)}
+    answers = [
+        stop_report(rank, 1, layers=layers, age=FIRST + 1, last=FIRST)
+        for rank, layers in held.items()
+    ]
+    state, commands = after(state, [*exits, MembersRecorded(1), *answers], made)
+
+    assert not of_type(commands, End)
+    (record,) = of_type(commands, RecordDecision)
+    assert isinstance(record.decision.order, SaveLayers)
+    assert record.decision.order.layers == held
+    assert record.decision.ending == Ending.LOST
+
+
+def test_a_job_that_must_end_anyway_is_saved_by_others_than_its_unfit_machine() -> None:
+    """No save had begun yet, and the third crash ended the job unsaved."""
     cluster = training(rules())
     for _ in range(2):
         cluster.fail(1, GPU_LOST)
         cluster.hear(UNFIT)
-    cluster.is_saving_slow = True
+    cluster.hear(MustEnd("the disk is full"))
     cluster.fail(1, GPU_LOST)
+
+    assert saved_layers(cluster) == {*range(NUM_LAYERS)}
+    (end,) = of_type(cluster.commands, End)
+    assert (end.ending, end.reason) == (Ending.LOST, "the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("plan", "unsaved"),
+    [
+        (shaped_plan((2,), 6), "no live node holds layer 5, so nothing was saved"),
+        (shaped_plan((1,), 6), "no node is left"),
+    ],
+)
+def test_a_job_ends_unsaved_if_its_unfit_machine_crashes_in_the_last_save_of_its_layers(
+    plan: Plan, unsaved: str
+) -> None:
+    """Nobody else holds them, so it is asked for them once; it began the save again and again."""
+    made, last = rules(), plan.nodes[-1]
+    cluster = FakeCluster(replace(made, n0=len(plan.nodes)), plan)
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.is_saving_slow = True
+    crashes = tuple(Crash(last, last, pid, 0, GPU_LOST, UNFIT.reason) for pid in (10, 11))
+    state = cluster.state
+    cluster.state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    cluster.fail(last, GPU_LOST)
     assert cluster.state.phase is Phase.SAVING
-    pid = cluster.nodes[1].pid
-    cluster.hear(worker_failure(1, GPU_LOST, epoch=cluster.state.epoch, pid=pid))
+    assert last in of_type(cluster.commands, SaveLayers)[-1].layers
+    cluster.fail(last, GPU_LOST)
 
     (end,) = of_type(cluster.commands, End)
     assert end.ending is Ending.LOST
-    assert end.reason.endswith("GPU 0 does not answer; the live layers were not saved")
+    assert end.reason.endswith(f"its machine is unfit: GPU 0 does not answer; {unsaved}")
 
 
 @pytest.mark.parametrize("target_loss", [0.0, 0.001])

@@ -33,6 +33,7 @@ from planaria.coordinator.recovery import (
     begin_recovery,
     end_job,
     replaceable_workers,
+    sure_holders,
     unsaved_failure,
     with_reason,
 )
@@ -298,16 +299,23 @@ def _end_or_evict(
 
 
 def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now_s: float) -> Step:
-    """Ends the job, which is to be started again elsewhere, once the live layers are saved."""
-    if state.stop.must_end:  # It was to save them already, and this rank cannot.
-        why = f"{state.stop.must_end}; the live layers were not saved"
-        return end_job(state, End(Ending.LOST, why))
-    stop = replace(state.stop, is_requested=True, must_end=reason)
+    """Ends the job, which is to be started again elsewhere, once the live layers are saved.
+
+    The node is left out of that save if others surely hold all layers. If not, its rank is asked
+    for its own, and the node is left out if that rank crashes once more.
+    """
+    sure = sure_holders(state).difference(state.troubles.raised)
+    held = {rank: layers for rank, layers in state.plan.layers_by_rank.items() if rank in sure}
+    mine = [other for other in state.troubles.crashes if other.rank == crash.rank]
+    num_alike = sum(other.raised.error == crash.raised.error for other in mine)
+    was_asked = bool(state.stop.must_end) and num_alike > CRASHES_MAX
+    is_out = was_asked or not missing_without(rules, state, crash.node, held=held)
+    stop = replace(state.stop, is_requested=True, must_end=state.stop.must_end or reason)
     return begin_recovery(
         rules,
         replace(state, stop=stop),
-        LossKind.CRASH,
-        (),
+        LossKind.LOST if is_out else LossKind.CRASH,
+        (crash.node,) if is_out else (),
         reason=reason,
         now_s=now_s,
         node=crash.node,

@@ -135,7 +135,7 @@ def begin_recovery(
         workers=PersistentMap({r: w for r, w in state.workers.items() if w.node not in nodes}),
         change=None,
         membership=members,
-        facts=EpochFacts(loss=loss, holding=_sure_holders(state)),
+        facts=EpochFacts(loss=loss, holding=sure_holders(state)),
         saves=replace(state.saves, since_epoch=epoch),
         search=PlanSearch(short_of_memory=state.search.short_of_memory),
     )
@@ -143,7 +143,8 @@ def begin_recovery(
     notices = (Notify(_notice(state, raised)), *dropped)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not (remaining or can_await(rules, state) or may_return(state)):
-        end = End(Ending.LOST, "no node is left")
+        why = f"{state.stop.must_end}; " if state.stop.must_end else ""
+        end = End(Ending.LOST, f"{why}no node is left")
         return replace(state, phase=Phase.ENDED), (*notices, *evict, end)
     return state, (*notices, *evict, RecordMembers(_members(state)))
 
@@ -182,7 +183,7 @@ def replaceable_workers(state: JobState) -> dict[int, int]:
     }
 
 
-def _sure_holders(state: JobState) -> frozenset[int]:
+def sure_holders(state: JobState) -> frozenset[int]:
     """The ranks that surely hold all layers that the plan of the ending epoch gives them."""
     if state.phase in (Phase.RECORDING, Phase.STOPPING):
         return state.facts.holding
