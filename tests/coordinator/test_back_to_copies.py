@@ -37,12 +37,20 @@ from planaria.coordinator.commands import (
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.start import first_step
-from planaria.coordinator.state import JobState, Phase
+from planaria.coordinator.state import Crash, JobState, Phase
 from planaria.coordinator.step import Event
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.copies import Label
 from planaria.core.kinds import Ending
-from planaria.core.messages import Abort, CopiesFailed, CopySpoilt, SaveLayers, StartEpoch, Stopped
+from planaria.core.messages import (
+    Abort,
+    CopiesFailed,
+    CopySpoilt,
+    Raised,
+    SaveLayers,
+    StartEpoch,
+    Stopped,
+)
 from planaria.core.records import Committed, Decided, Decision, Origin, Outcome, Warned
 
 NEWEST, OLDER = Label(-1, 0, NEXT), Label(-1, 0, NEXT - 1)
@@ -346,3 +354,30 @@ def test_what_all_went_back_to_is_told_to_policies_as_long_as_it_is_there() -> N
     (_, event) = policy.seen[-1]
     assert isinstance(event, NodesLost)
     assert event.saved == SavePoint(FIRST, SOURCE, 4 * NUM_MICROBATCHES)
+
+
+@pytest.mark.parametrize("lower", [BOTH, ()])
+def test_a_job_that_ends_for_an_unfit_machine_saves_copies_of_what_only_that_one_held(
+    lower: tuple[Label, ...],
+) -> None:
+    """Its rank, which was to save its layers, has crashed once more."""
+    rules = replace(rules_with(), n0=4)
+    crashes = tuple(Crash(0, 0, pid, -1, Raised(error="SIGBUS"), "hot") for pid in (10, 11, 12))
+    state = training_halves(rules)
+    state = replace(
+        state,
+        stop=replace(state.stop, must_end="it is hot"),
+        troubles=replace(state.troubles, crashes=crashes),
+    )
+    told = [answers(rank, 2, copies_of(lower)) for rank in (1, 3)]
+    events: list[Event] = [node_loss(2), worker_exit(0, status=-7), MembersRecorded(2), *told]
+    _, commands = after(state, events, rules)
+
+    if lower:
+        (record,) = of_type(commands, RecordDecision)
+        assert isinstance(record.decision.order, SaveLayers)
+        assert record.decision.order.copied == NEWEST
+        assert (record.decision.ending, record.decision.reason) == (Ending.LOST, "it is hot")
+    else:
+        (end,) = of_type(commands, End)
+        assert end.reason == "it is hot; no live node holds layer 0, so nothing was saved"
