@@ -6,7 +6,7 @@ import numpy as np
 
 from planaria.core.specs import NodeSpec
 from planaria.engine import process
-from planaria.transport import links
+from planaria.transport import pacing
 from planaria.transport.connection import Channel, Tag, checked_header
 from planaria.transport.pulse import Pulse
 
@@ -18,7 +18,7 @@ _damaged: list[Tag] = []
 def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     """Is called in the worker's process, as the real main function would be."""
     if spec.rank == 0:
-        links.checked_header = _damaging_header  # type: ignore[attr-defined]
+        pacing.checked_header = _damaging_header  # type: ignore[attr-defined]
     process.main(spec, agent_fd, lifeline_fd, pulse)
 
 

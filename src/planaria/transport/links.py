@@ -36,22 +36,19 @@ from planaria.transport.connection import (
     LinkProtection,
     OwnEnd,
     Tag,
-    checked_header,
-    header,
 )
 from planaria.transport.pacing import LinkCallbacks, OutgoingMessage, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
 from planaria.transport.sockets import (
     Address,
     Endpoint,
-    address_text,
     bare_host,
     connecting_socket,
     endpoints_of,
     is_literal,
-    is_loopback,
     is_own_lack,
     listening_socket,
+    no_link_text,
 )
 from planaria.transport.traffic import Traffic
 
@@ -127,6 +124,7 @@ class Links:
         self._first_epoch = 0
         self._abort_reason = ""
         self._failure: Exception | None = None
+        self._lack: OSError | MemoryError | None = None  # Of this machine in this epoch.
         self.traffic = Traffic()
         on_failure = self._on_thread_failure
         callbacks = LinkCallbacks(
@@ -143,6 +141,7 @@ class Links:
                 on_link_up=self._on_link_up,
                 on_message=self._pacer.receive,
                 on_lost=self._on_link_lost,
+                on_lack=self._on_lack,
                 on_failure=on_failure,
                 on_end=self._on_thread_end,
             ),
@@ -188,6 +187,7 @@ class Links:
             old_connections = tuple(self._peers.values())
             self.epoch = epoch
             self.linked_s = 0.0
+            self._lack = None
             self._lost.clear()
             self._queued_messages.clear()
             self._senders = self._inbox.begin_epoch(epoch)
@@ -218,6 +218,7 @@ class Links:
 
         Raises:
             PeerLostError: a link broke, or a peer could not be reached within timeout_s.
+            OSError, MemoryError: this machine lacks descriptors or memory in this epoch.
             AbortedError: the epoch was aborted.
         """
         with self._changed:
@@ -307,7 +308,7 @@ class Links:
             epoch = self.epoch
 
             def is_over() -> bool:
-                return bool(self._failure) or self._is_over(epoch)
+                return bool(self._failure or self._lack) or self._is_over(epoch)
 
             self._changed.wait_for(lambda: condition() or is_over(), timeout=timeout_s)
             return condition() and not is_over()
@@ -367,12 +368,7 @@ class Links:
         Raises:
             PeerLostError: no link to the peer is up or being made.
         """
-        epoch, tag, views, _ = outgoing
-        if self._own.protection.is_checked:
-            head = checked_header(epoch, tag, views)
-        else:
-            head = header(epoch, tag, outgoing.num_bytes)
-        message = [memoryview(head), *views]
+        message = outgoing.parts(is_checked=self._own.protection.is_checked)
         connection = self._link(peer)
         if connection is None:
             with self._changed:
@@ -444,7 +440,7 @@ class Links:
             return [peer for peer in self._lost if peer in peers or peer in silent]
 
         def is_over() -> bool:
-            has_ended = bool(self._failure) or self._is_over(epoch)
+            has_ended = bool(self._failure or self._lack) or self._is_over(epoch)
             return condition() or has_ended or bool(self._lost and lost_peers())
 
         begin_s = time.monotonic()
@@ -460,25 +456,15 @@ class Links:
             return
         self._check_alive()
         self._check_epoch(epoch)
+        if self._lack is not None:
+            raise self._lack
         for peer in lost_peers():
             raise PeerLostError(peer, self._lost[peer])
         silent = set(peers) - self._peers.keys() or peers
         reason = f"nothing came for {timeout_s:.1f} s"
         if min(silent) in self._awaited:
-            reason = self._unreachable(min(silent), reason)
+            reason = no_link_text(self._addresses[min(silent)], self.address, reason)
         raise PeerLostError(min(silent), reason)
-
-    def _unreachable(self, peer: int, reason: str) -> str:
-        """The reason why no link to a peer of the epoch is up, with both addresses and a remedy."""
-        host, port = self._addresses[peer]
-        where = f"{address_text((host, port))} and {address_text(self.address)}"
-        text = f"no link between {where}: {reason}"
-        if is_loopback(host) and is_loopback(self.address[0]):
-            return text
-        return (
-            f"{text}; let machines reach each other at all ports above 1023 (firewall), or give "
-            "the agent of one of them another address with --advertise or --interface"
-        )
 
     def _is_over(self, epoch: int) -> bool:
         """Whether an epoch was aborted, or a newer one has begun."""
@@ -503,7 +489,7 @@ class Links:
         except OSError as error:
             if is_own_lack(error):
                 raise
-            raise PeerLostError(peer, self._unreachable(peer, str(error))) from error
+            raise PeerLostError(peer, no_link_text(address, self.address, str(error))) from error
 
     def _connect_named(self, epoch: int, addresses: Mapping[int, Address]) -> None:
         """Begins to connect to peers at names while the epoch lasts."""
@@ -515,12 +501,14 @@ class Links:
                         return
                     self._connect_first(endpoints, peer, address[1])
             except OSError as error:
-                if is_own_lack(error):
-                    self._on_thread_failure(error)
                 with self._changed:
-                    if not self._is_over(epoch):
-                        self._lost[peer] = self._unreachable(peer, str(error))
-                        self._changed.notify_all()
+                    if self._is_over(epoch):
+                        return
+                    if is_own_lack(error):
+                        self._on_lack(error)
+                        return
+                    self._lost[peer] = no_link_text(address, self.address, str(error))
+                    self._changed.notify_all()
 
     def _connect_first(self, endpoints: list[Endpoint], peer: int, port: int) -> None:
         """Begins to connect to the first endpoint that does not fail at once, or raises OSError."""
@@ -573,19 +561,30 @@ class Links:
         target = connection.target
         with self._changed:
             if connection.untried and self._connecting.get(target) is connection:
-                with suppress(OSError):  # The name of a machine may have several addresses.
+                try:  # The name of a machine may have several addresses.
                     self._connect_first(connection.untried, target, connection.port)
                     return
+                except OSError as error:
+                    if is_own_lack(error):
+                        self._on_lack(error)
             if connection.peer < 0 and target in self._addresses:
-                reason = self._unreachable(target, reason)
+                reason = no_link_text(self._addresses[target], self.address, reason)
             self._pacer.deliver_arrived(connection)
             for links in (self._peers, self._connecting):
                 for rank in [r for r, link in links.items() if link is connection]:
                     del links[rank]
-                    self._lost[rank] = reason
+                    if self._lack is None:
+                        self._lost[rank] = reason
                     self._pacer.forget(rank)
                     self._note_links([rank])
             self._changed.notify_all()
+
+    def _on_lack(self, error: OSError | MemoryError) -> None:
+        """Has all waits of this epoch raise the error; the next one may find what lacks now."""
+        with self._changed:
+            if not self._is_over(self.epoch):
+                self._lack = error
+                self._changed.notify_all()
 
     def _on_thread_failure(self, error: Exception) -> None:
         with self._changed:

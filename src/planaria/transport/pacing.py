@@ -34,7 +34,14 @@ from typing import Final, NamedTuple
 
 from planaria.core.plan import Link
 from planaria.errors import PeerLostError
-from planaria.transport.connection import Channel, Connection, IncomingMessage, Tag
+from planaria.transport.connection import (
+    Channel,
+    Connection,
+    IncomingMessage,
+    Tag,
+    checked_header,
+    header,
+)
 from planaria.transport.lanes import Clock, Lane, shared_clocks
 from planaria.transport.timekeeping import Timekeeper
 from planaria.transport.traffic import Traffic, Use
@@ -85,6 +92,14 @@ class OutgoingMessage(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.views))
+
+    def parts(self, *, is_checked: bool) -> list[memoryview]:
+        """The header and the payload; with checksums if the link is checked."""
+        if is_checked:
+            head = checked_header(self.epoch, self.tag, self.views)
+        else:
+            head = header(self.epoch, self.tag, self.num_bytes)
+        return [memoryview(head), *self.views]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class Handlers:
         on_link_up: takes a connection whose handshake is over.
         on_message: takes a message that has arrived, with its connection.
         on_lost: takes a connection that is over and about to be closed, and the reason.
+        on_lack: takes the error where this machine has no memory for what a connection brings.
         on_failure: takes the error of which the thread dies.
         on_end: is called when the thread ends and all connections are closed.
     """
@@ -47,6 +48,7 @@ class Handlers:
     on_link_up: Callable[[Connection], None]
     on_message: Callable[[Connection, IncomingMessage], None]
     on_lost: Callable[[Connection, str], None]
+    on_lack: Callable[[MemoryError], None]
     on_failure: Callable[[Exception], None]
     on_end: Callable[[], None]
 
@@ -229,6 +231,9 @@ class Server:
             self._write(connection)
         except (OSError, AuthenticationError) as error:
             self._drop(connection, str(error))
+        except MemoryError as error:
+            self._handlers.on_lack(error)
+            self._drop(connection, f"rank {self._rank} has no memory for what came")
 
     def _read(self, connection: Connection) -> None:
         for message in connection.read():

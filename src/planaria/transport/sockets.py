@@ -74,6 +74,17 @@ def is_own_lack(error: OSError) -> bool:
     return error.errno in _OWN_LACKS
 
 
+def no_link_text(peer: Address, own: Address, reason: str) -> str:
+    """Why a peer cannot be linked with this process, with both addresses and a remedy."""
+    text = f"no link between {address_text(peer)} and {address_text(own)}: {reason}"
+    if is_loopback(peer[0]) and is_loopback(own[0]):
+        return text
+    return (
+        f"{text}; let machines reach each other at all ports above 1023 (firewall), or give "
+        "the agent of one of them another address with --advertise or --interface"
+    )
+
+
 def break_when_silent(sock: socket.socket, *, silent_s: float | None = None) -> None:
     """Has a TCP connection break once its peer's machine has been silent for so long.
 
