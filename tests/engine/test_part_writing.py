@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from helpers.linked_ranks import in_threads, wait_until
+from helpers.virtual_time import VirtualTime
 from planaria.checkpoint.disk.assembly import assemble
 from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, PartLayer, RunPlace, next_run
 from planaria.checkpoint.disk.storage import Storage
@@ -224,13 +225,15 @@ def test_a_rank_gives_up_what_the_place_refuses_for_good(
     run: RunPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node ends then, so that the machine may have another job."""
-    monkeypatch.setattr("planaria.engine.part_writing._PAUSE_S", 0.01)
+    clock = VirtualTime()
+    monkeypatch.setattr("planaria.engine.part_writing.time", clock)
     refusing = _RefusingStorage(run.storage, refused=range(4, 1 << 30))
     rank = Rank(1, (0, 1, 2), age=17)
 
     with pytest.raises(CheckpointError, match="503"):
-        rank.save(RunPlace(cast(Storage, refusing), run.name), patience_s=0.2)
+        rank.save(RunPlace(cast(Storage, refusing), run.name), patience_s=TIMEOUT_S)
     assert refusing.num_requests > 5
+    assert 0.8 * TIMEOUT_S <= clock.now_s <= TIMEOUT_S
     assert not any(message.is_done for message in rank.messages)
 
 
