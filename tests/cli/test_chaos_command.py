@@ -9,6 +9,9 @@ import pytest
 from helpers.command import command
 from planaria.chaos.runs import RunOutcome
 from planaria.cli import chaos_command
+from planaria.core.job import JobConfig
+
+JOB = SimpleNamespace(config=JobConfig())
 
 
 def outcome(*violations: str) -> RunOutcome:
@@ -47,7 +50,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_how_chaos_ended(
             raise raised
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chaos_command, "named_job", lambda *_: None)
+    monkeypatch.setattr(chaos_command, "named_job", lambda *_: JOB)
     monkeypatch.setattr(chaos_command, "Chaos", lambda *_, **__: SimpleNamespace(outcomes=outcomes))
     Path("job.toml").touch()
 
@@ -65,7 +68,7 @@ def test_chaos_tells_what_it_has_found_also_where_it_cannot_write(
     """It ended with exit code 2 for an option that nobody had given, and the violation was lost."""
     runs = SimpleNamespace(outcomes=lambda **_: [outcome("iteration 3 used other samples")])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chaos_command, "named_job", lambda *_: None)
+    monkeypatch.setattr(chaos_command, "named_job", lambda *_: JOB)
     monkeypatch.setattr(chaos_command, "Chaos", lambda *_, **__: runs)
     Path("job.toml").touch()
     Path("chaos-0-0.json").mkdir()

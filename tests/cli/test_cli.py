@@ -192,6 +192,15 @@ def test_a_file_that_the_system_refuses_is_a_mistake_of_the_user(words: tuple[st
 
 
 PACED_COPY = "paced.toml"  # A job whose profile is job.toml.
+SCENARIO_FILE = "scenario.toml"
+SCENARIO = """
+[cluster]
+nodes = 4
+profile = "job.toml"
+[failures]
+kind = "trace"
+path = "trace.csv"
+"""
 
 
 @pytest.mark.parametrize(
@@ -206,19 +215,26 @@ PACED_COPY = "paced.toml"  # A job whose profile is job.toml.
         ("simulate", "--model", "job.toml", "--json", "job.toml"),
         ("train", PACED_COPY, "--report", "job.toml"),
         ("train", PACED_COPY, "--timeline", "link"),
+        ("chaos", PACED_COPY, "--minutes", "1", "--report", "job.toml"),
+        ("simulate", SCENARIO_FILE, "--json", "job.toml"),
+        ("simulate", SCENARIO_FILE, "--json", "trace.csv"),
+        ("simulate", SCENARIO_FILE, "--plot", "link.svg"),
     ],
 )
 def test_no_output_is_written_over_what_a_command_reads(words: tuple[str, ...]) -> None:
     """A scenario, or the report of a run of days, was gone without a word."""
     Path("job.toml").write_text("here")
-    Path("link").symlink_to("job.toml")
-    if PACED_COPY in words:
+    Path("trace.csv").write_text("time_s,event,nodes\n10,lost,3\n")
+    for link in ("link", "link.svg"):
+        Path(link).symlink_to("job.toml")
+    if {PACED_COPY, SCENARIO_FILE} & set(words):
         Path("job.toml").write_bytes(PACED.with_name("paced-profile.json").read_bytes())
         Path(PACED_COPY).write_text(PACED.read_text().replace("paced-profile.json", "job.toml"))
-    before = Path("job.toml").read_bytes()
+        Path(SCENARIO_FILE).write_text(SCENARIO)
+    before = {path: path.read_bytes() for path in (Path("job.toml"), Path("trace.csv"))}
 
     assert_mistake(command(*words), "the command reads or writes that file, too")
-    assert Path("job.toml").read_bytes() == before
+    assert {path: path.read_bytes() for path in before} == before
 
 
 UNGUARDED = f"""

@@ -59,10 +59,12 @@ def chaos(
         )
         raise ConfigError("--report", "", remedy)
     overrides = list(settings or ())
+    loaded_job = named_job(job, overrides)
+    check_writable("--report", report, Path(loaded_job.config.model.profile))
     console = _Console()
     outcomes: list[RunOutcome] = []
     is_written = True
-    runs = Chaos(named_job(job, overrides), seed=seed, doing=console.tell)
+    runs = Chaos(loaded_job, seed=seed, doing=console.tell)
     try:
         for outcome in runs.outcomes(minutes=minutes):
             outcomes.append(msgspec.structs.replace(outcome, report=None, log=()))

@@ -90,14 +90,29 @@ def load_scenario(path: Path, *, overrides: Sequence[str] = ()) -> ClusterScenar
     Raises:
         ConfigError: the file, a table, a key or a value is wrong, or the nodes are too few.
     """
+    return scenario_from_tables(_scenario_tables(path, overrides), name=path.stem)
+
+
+def scenario_inputs(path: Path, *, overrides: Sequence[str] = ()) -> tuple[Path, ...]:
+    """The files that a scenario names: its profile, and its trace if it has one.
+
+    Args:
+        overrides: the same as in `load_scenario`, which takes the scenario.
+    """
+    data = _scenario_tables(path, overrides)
+    named = (data.get(table, {}).get(key) for table, key, _ in _PATHS)
+    return tuple(Path(name) for name in named if name and Path(name).is_file())
+
+
+def _scenario_tables(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables of a scenario with absolute paths; later overrides win."""
     tables = tables_of_file(path, word="scenario")
     data = with_absolute_paths(tables, directory=path.parent, paths=_PATHS)
     if isinstance(job := data.get("job"), Mapping):
         data["job"] = with_absolute_paths(job, directory=path.parent)
     for override in overrides:
         data = with_override(data, override)
-    data = with_absolute_paths(data, directory=Path(), paths=_PATHS)  # Those of overrides.
-    return scenario_from_tables(data, name=path.stem)
+    return with_absolute_paths(data, directory=Path(), paths=_PATHS)  # Those of overrides.
 
 
 def _trace_path(directory: Path, name: str) -> Path | str:

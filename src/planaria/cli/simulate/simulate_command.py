@@ -44,7 +44,7 @@ from planaria.cli.simulate.replay_output import (
     simulate_policies,
 )
 from planaria.errors import ConfigError
-from planaria.job.scenario_file import load_scenario, swept_overrides
+from planaria.job.scenario_file import load_scenario, scenario_inputs, swept_overrides
 from planaria.show.pictures.page import picture_format
 from planaria.show.pictures.simulation_plots import simulation_figure
 from planaria.show.simulations import simulation_json, simulation_table, sweep_table
@@ -245,10 +245,12 @@ def _simulate_scenario(
     if plot is not None and sweep:
         raise ConfigError("--plot", str(plot), "a sweep has no picture; leave --sweep out")
     chosen = _systems(systems)
-    points = {
-        overrides: load_scenario(scenario, overrides=[*settings, *overrides])
-        for overrides in swept_overrides(sweep)
-    }
+    points = {}
+    for overrides in swept_overrides(sweep):
+        points[overrides] = load_scenario(scenario, overrides=[*settings, *overrides])
+        inputs = scenario_inputs(scenario, overrides=[*settings, *overrides])
+        check_writable("--json", json_file, *inputs)
+        check_writable("--plot", plot, *inputs)
     results: dict[tuple[str, ...], Outcomes] = {}
     with Progress(console=text_console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(points) * len(chosen) * num_seeds)
