@@ -179,8 +179,8 @@ def _value(kind: str, limits: DrawLimits, rng: Random) -> str:
             return f"={rng.uniform(0.02, 0.5):.2f}"
         case "disk":
             return f"={rng.uniform(0.3, 3.0) * limits.lease_s:.2f}"
-        case "refuse":  # The last save tries again for 3.5 s.
-            return f"={rng.uniform(0.2, 2.5):.2f}"
+        case "refuse":  # The last save tries again every 2 s, for nearly checkpoint.timeout_s.
+            return f"={rng.uniform(0.2, 5.0):.2f}"
     return ""
 
 
