@@ -1,10 +1,12 @@
 """Slow disks on demand: what is injected is felt where it says, and costs training nothing."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from helpers.acting_display import At
 from helpers.chaos import (
     FAMILY,
     ITERATIONS,
@@ -14,6 +16,7 @@ from helpers.chaos import (
     recoveries,
     run_under_faults,
 )
+from helpers.command import wait_for
 from planaria.nodes.forkserver import ForkServer
 
 STORE_S = 0.2
@@ -37,11 +40,17 @@ def test_a_slow_disk_changes_no_bit(
 ) -> None:
     """The store stays slow for processes that come later; records wait for the journal's disk. A
     coordinator that says the newest order again had ranks leave their last save out, if one before
-    it was still being written. A store that refuses costs saves alone, and at the end some time."""
+    it was still being written. A store that refuses costs saves alone, and at the end some time.
+
+    Where all have to go back, the first save is complete before the store refuses."""
     config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, checkpoint=replace(config.checkpoint, persist_every=2))
+    saves = Path(config.checkpoint.directory)
+    goes_back = "kill:0,2@5" in specs
+    wait = partial(wait_for, lambda: any(saves.glob("2-*/manifest.json")), what="a save")
+    display = At({1: wait} if goes_back else {})
 
-    result = run_under_faults(config, server, *specs)
+    result = run_under_faults(config, server, *specs, display=display)
 
     check_survived(result, specs, baseline_digests(server, ITERATIONS))
     (loss,) = (event for event in recoveries(result) if event.kind == "kill")

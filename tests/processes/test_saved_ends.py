@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from helpers import crashing_leader
+from helpers.acting_display import At
 from helpers.chaos import (
     FAMILY,
     ITERATIONS,
@@ -81,27 +82,6 @@ def fill(directory: Path) -> None:
     with suppress(OSError), (directory / "fill" / "filler-2").open("wb", buffering=0) as file:
         while True:
             file.write(b"!")
-
-
-class At(SilentDisplay):
-    """Does things when iterations are committed.
-
-    Attributes:
-        acts: what, by iteration.
-        notes: what was said.
-    """
-
-    def __init__(self, acts: dict[int, Callable[[], object]]) -> None:
-        self.acts = acts
-        self.notes: list[str] = []
-
-    def show_iteration(self, record: IterationRecord) -> None:
-        act = self.acts.pop(record.iteration, None)
-        if act is not None:
-            act()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def assert_resumes_to_the_same_bits(
