@@ -162,9 +162,10 @@ class Member:
         self.num_ended = 0  # Of its runs; the number of the next one.
         self.num_unfit = 0  # Of its newest runs, how many in a row found the machine unfit.
         self.is_running = False
+        self.began_s = 0.0  # When its newest run began.
         self.is_done = False
         self.avoids_unfit = avoids_unfit  # Whether the group may be on no unfit machine.
-        self.asked_s = time.monotonic()
+        self.asked_s = time.monotonic()  # Since when it is without a machine, if it is.
 
 
 def is_again(code: int) -> bool:
@@ -243,7 +244,7 @@ class Job:
                     if self._num_starts > 1 + RESTARTS_MAX:
                         member.is_done = True
                         return
-                member.is_running = True
+                member.is_running, member.began_s = True, time.monotonic()
                 member.call = member.actor.run.remote(member.num_ended, rank, head.address)
 
     def _end_calls(self, *, timeout_s: float | None) -> bool:
@@ -269,7 +270,6 @@ class Job:
         else:
             if not member.node_id:
                 member.node_id, member.address, member.is_running = result
-                member.avoids_unfit = False
                 self._keep_one_on(member.node_id)
                 return False
             is_unfit = result == UNFIT
@@ -284,7 +284,7 @@ class Job:
         if member is self._members[0]:
             self._code = 3 if code is None else code
             self._away_s = time.monotonic() if member.node_id else self._away_s
-        member.node_id = ""
+        member.node_id, member.asked_s = "", time.monotonic()
         return not member.is_done
 
     def _keep_one_on(self, node_id: str) -> None:
@@ -302,7 +302,12 @@ class Job:
     def _has_others_at_work(self, member: Member) -> bool:
         """Whether the trouble is that of one machine, and not, say, of the place of saves."""
         head, *others = (other for other in self._members if other is not member)
-        is_at_work = any(other.is_running and not other.num_unfit for other in others)
+        # Who runs for so long has not found its machine unfit this time.
+        late_s = time.monotonic() - PAUSE_S_MAX
+        is_at_work = any(
+            other.is_running and (not other.num_unfit or other.began_s <= late_s)
+            for other in others
+        )
         return head is self._members[0] and head.is_running and (is_at_work or not others)
 
     def _ask_for_another(self, member: Member) -> None:
@@ -314,7 +319,11 @@ class Job:
 
     def _waits_for_fit(self) -> list[Member]:
         """The members for which Ray has not found a machine yet, and may take no unfit one."""
-        return [member for member in self._members if member.avoids_unfit and not member.node_id]
+        return [
+            member
+            for member in self._members
+            if member.avoids_unfit and not member.node_id and not member.is_done
+        ]
 
     def _ask_unfit_again(self) -> None:
         """Lets actors run on unfit machines, too, if Ray finds no other ones for long."""

@@ -26,9 +26,9 @@ class Category(StrEnum):
             was lost with a node: both are computed again.
         DETECT: the time from a loss until every member has left the old epoch.
         DECIDE: the time from then until the next plan is recorded and sent.
-        REGROUP: the time from then until the links of the next epoch are up, and the pauses for
+        REGROUP: the time from then until every rank can go on, without TRANSFER, and the pauses for
             switches of the plan.
-        TRANSFER: the time from then until every layer is where it belongs.
+        TRANSFER: the time in which layers move, once the links of the next epoch are up.
         RESTART: the time in which all wait for a worker that is forked again, or for the next
             coordinator. A job that trains without a coordinator does not wait for it.
         CHECKPOINT_STALL: the time in which training waits for saves or copies, the last save

@@ -130,7 +130,10 @@ class MachineOperator:
                 )
                 continue
             host = machine.facts.host
-            self._lost[host] = self._lost_machine(machine, node, is_leaving=not are_lost)
+            lost = self._lost_machine(machine, node, is_leaving=not are_lost)
+            asked = self._lost.setdefault(host, lost)
+            if asked.name == lost.name and not asked.is_leaving:
+                self._lost[host] = lost
             if host not in self._asking:
                 task = self._asking[host] = asyncio.create_task(self._ask(host))
                 task.add_done_callback(partial(self._on_answer, host))
@@ -164,8 +167,11 @@ class MachineOperator:
 
     async def _ask(self, host: str) -> None:
         """Asks for a machine until the platform has taken the request, or the lost one is back."""
-        if not self._lost[host].is_leaving:
-            await asyncio.sleep(self._return_s)
+        while not (lost := self._lost[host]).is_leaving:
+            left_s = lost.lost_s + self._return_s - time.monotonic()
+            if left_s <= 0.0:
+                break
+            await asyncio.sleep(left_s)
         for pause_s in _pauses_s():
             lost = self._lost[host]  # It may be lost once more meanwhile.
             if not lost.is_leaving and self._is_back(lost):

@@ -425,7 +425,8 @@ class Machines:
         self._nodes.add_end(ended)
         machine.on_node_end(ended.node, time.monotonic())
         self._note_pause(machine)
-        self.compare_again()  # It may have come back with the node to a head that took the run up.
+        if not self._is_stopped:
+            self.compare_again()  # It may have come with the node to a head that took the run up.
         self.on_end(agent_ended(ended))
 
     def _note_pause(self, machine: MachineHandle) -> None:
