@@ -431,3 +431,36 @@ def test_machines_of_ray_that_are_all_unfit_are_kept(monkeypatch: pytest.MonkeyP
 
     assert program["main"]() == 0
     assert len(started) == 4
+
+
+def test_a_trouble_that_all_machines_of_ray_had_once_keeps_none_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine whose newest run goes on for long is at work, whatever its first run found."""
+    started = fake_ray(monkeypatch, head_ends_last=False, num_nodes=5, num_actors_max=1)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    runs: list[tuple[int, str]] = []
+    wait = sys.modules["ray"].wait
+
+    def num_runs(rank: int) -> int:
+        return [own_rank for own_rank, _ in runs].count(rank)
+
+    def end(rank: int) -> int:
+        runs.append((rank, current_node()))
+        is_unfit = rank and (num_runs(rank) == 1 or current_node() == "node-1")
+        return int(program["UNFIT"]) if is_unfit else 0
+
+    def others_end_last(refs: list[FakeRef], **options: Any) -> object:
+        for ref in refs:
+            if ref.rank in (0, 2, 3) and (not ref.rank or num_runs(ref.rank)):
+                ref.can_end = lambda: (1, "node-4") in runs
+        return wait(refs, **options)
+
+    times_s = itertools.count(step=100)
+    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: float(next(times_s)))
+    monkeypatch.setattr(sys.modules["ray"], "wait", others_end_last)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__.update(Machine=FakeMachine, time=clock)
+
+    assert program["main"]() == 0
+    assert len(started) == 5
