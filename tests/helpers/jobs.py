@@ -20,6 +20,7 @@ from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_pl
 from planaria.job.training_job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader_spec import LeaderSpec
+from planaria.planner.plans import outline_of
 from planaria.profiles.profile_json import encode_profile
 
 NUM_LAYERS = 10
@@ -152,7 +153,7 @@ def leader_spec(directory: Path, *, token: bytes = b"") -> LeaderSpec:
         predicted_s=1.0,
         problem=problem,
         templates={1: plan.pipelines[0].template},
-        plans={1: plan},
+        outlines={1: outline_of(plan)},
         first_iteration=0,
         source="",
         fingerprint={},

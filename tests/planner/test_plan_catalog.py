@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from planaria.planner.plans import (
     best_plan,
     foreseen_plans,
     lazy_plan_catalog,
+    outline_of,
+    outlined_plan,
     pipeline_microbatches,
     plan_catalog,
     plan_iteration_s,
@@ -49,6 +52,17 @@ def test_every_number_of_nodes_has_a_plan_with_all_of_them(data: st.DataObject) 
         assert len(plan.routes) == 12 == sum(pipeline_microbatches(plan))
         if num_left >= (f + 1) * n0:
             assert best_plan(problem, range(num_left), catalog.templates, epoch=0) == plan
+        assert outlined_plan(outline_of(plan), catalog.templates) == plan
+
+
+def test_the_outlines_of_plans_do_not_grow_with_the_microbatches() -> None:
+    """The coordinator of 1,000 machines was told gigabytes, each time that it was started."""
+    problem = equal_problem(num_microbatches=2000)
+    plans = plan_catalog(problem, 9, pipeline_templates(problem, 9)).plans
+    outlines = {number: outline_of(plan) for number, plan in plans.items()}
+
+    assert len(msgspec.json.encode(outlines)) < 100 * len(plans)
+    assert len(msgspec.json.encode(plans)) > 100_000 * len(plans)
 
 
 def test_templates_of_fewer_nodes_than_f_allows_are_added() -> None:

@@ -70,7 +70,7 @@ from planaria.nodes.daemon_threads import answer_of_thread
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.launcher import Launcher, LaunchSpec
-from planaria.nodes.head.leader_spec import LeaderSpec
+from planaria.nodes.head.leader_spec import LeaderSpec, outlines_of
 from planaria.nodes.head.process_events import interrupt_at_leave_signals, restore_handlers
 from planaria.nodes.head.remote.open_head import OpenHead
 from planaria.nodes.head.remote.run_record import NodeLog, RunRecord, give_up_run, write_run
@@ -554,7 +554,7 @@ def _launch_spec(
         predicted_s=planned.predicted.iteration_s,
         problem=planned.problem,
         templates=dict(planned.catalog.templates),
-        plans=dict(planned.catalog.plans),
+        outlines=outlines_of(planned.catalog),
         first_iteration=manifest.iteration if manifest else 0,
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
         fingerprint=save_facts(config, known),

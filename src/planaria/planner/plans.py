@@ -17,7 +17,7 @@ Source: Oobleck (SOSP '23), section 4.2.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import FeasibleValue, InfeasibleError, Limit
@@ -232,6 +232,30 @@ def foreseen_plans(
     if len(plans.plans[num_nodes].nodes) < num_nodes:
         raise _no_plan_error(problem, num_nodes, templates)
     return plans
+
+
+class PlanOutline(NamedTuple):
+    """A plan of a catalog without its routes, of which there is one for each microbatch.
+
+    Attributes:
+        sizes: number of nodes of each pipeline, which tells its template.
+        microbatches: number of microbatches of each pipeline.
+    """
+
+    sizes: tuple[int, ...]
+    microbatches: tuple[int, ...]
+
+
+def outline_of(plan: Plan) -> PlanOutline:
+    """What `outlined_plan` makes a plan of a catalog from."""
+    sizes = tuple(pipeline.template.num_nodes for pipeline in plan.pipelines)
+    return PlanOutline(sizes, pipeline_microbatches(plan))
+
+
+def outlined_plan(outline: PlanOutline, templates: Mapping[int, PipelineTemplate]) -> Plan:
+    """The plan of a catalog of these templates that has an outline."""
+    used = [templates[size] for size in outline.sizes]
+    return plain_plan(0, pipelines_of(used, range(sum(outline.sizes))), outline.microbatches)
 
 
 def rebuilt_catalog(

@@ -20,7 +20,7 @@ from planaria.core.findings import Findings
 from planaria.core.job import ResilienceConfig
 from planaria.estimator.peak_memory import single_stage_bytes
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.head.leader_spec import LeaderSpec, catalog_of, rules_of
+from planaria.nodes.head.leader_spec import LeaderSpec, catalog_of, outlines_of, rules_of
 from planaria.nodes.head.searcher import Searcher
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.templates import pipeline_templates
@@ -77,7 +77,7 @@ def leader_spec(directory: Path, *, device_memory_bytes: int = 0) -> LeaderSpec:
         predicted_s=1.0,
         problem=problem,
         templates=dict(catalog.templates),
-        plans=dict(catalog.plans),
+        outlines=outlines_of(catalog),
         first_iteration=0,
         source="",
         fingerprint={},

@@ -26,7 +26,7 @@ from planaria.core.persistent_map import PersistentMap
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import DecisionInputs
 from planaria.job.replays.recorded_run import RecordedRun
-from planaria.nodes.head.leader_spec import LeaderSpec, rules_of
+from planaria.nodes.head.leader_spec import LeaderSpec, outlines_of, rules_of
 from planaria.observe.metrics import EventRecord
 from planaria.policies.ahead import ForeseenAnswers, look_ahead
 from planaria.policies.named import layout_search, named_policy
@@ -147,7 +147,7 @@ def _spec(run: RecordedRun) -> LeaderSpec:
         predicted_s=planned.predicted.iteration_s,
         problem=planned.problem,
         templates=dict(planned.catalog.templates),
-        plans=dict(planned.catalog.plans),
+        outlines=outlines_of(planned.catalog),
         first_iteration=run.first_iteration,
         source="",
         fingerprint={},

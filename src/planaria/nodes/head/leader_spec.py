@@ -14,7 +14,13 @@ from planaria.core.inject import Place
 from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan, Transition
 from planaria.core.records import Rescue
-from planaria.planner.plans import PlanCatalog, rebuilt_catalog
+from planaria.planner.plans import (
+    PlanCatalog,
+    PlanOutline,
+    outline_of,
+    outlined_plan,
+    rebuilt_catalog,
+)
 from planaria.planner.problem import Problem
 from planaria.policies.ahead import ForeseenAnswers
 from planaria.policies.named import looks_ahead, lookup_policy
@@ -34,7 +40,8 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         plan: plan with which the job begins; used unless the journal has a plan already.
         predicted_s: predicted seconds of an iteration of `plan`.
         templates: see `PlanCatalog`.
-        plans: see `PlanCatalog`.
+        outlines: those of the plans of `PlanCatalog`, whose routes take a megabyte each where an
+            iteration has thousands of microbatches.
         first_iteration: iteration with which the job begins.
         source: version of the disk tier from which the job begins; "": it begins without a save.
         fingerprint: description of the job to write into each checkpoint.
@@ -64,7 +71,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     predicted_s: float
     problem: Problem
     templates: dict[int, PipelineTemplate]
-    plans: dict[int, Plan]
+    outlines: dict[int, PlanOutline]
     first_iteration: int
     source: str
     fingerprint: dict[str, Any]
@@ -96,7 +103,13 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def catalog_of(spec: LeaderSpec) -> PlanCatalog:
     """The templates and plans to which the job can be re-formed."""
-    return rebuilt_catalog(spec.problem, spec.templates, spec.plans)
+    plans = {num: outlined_plan(each, spec.templates) for num, each in spec.outlines.items()}
+    return rebuilt_catalog(spec.problem, spec.templates, plans)
+
+
+def outlines_of(catalog: PlanCatalog) -> dict[int, PlanOutline]:
+    """The outlines of all plans of a catalog."""
+    return {number: outline_of(plan) for number, plan in catalog.plans.items()}
 
 
 class _EmptyPolicy:
