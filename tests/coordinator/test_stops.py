@@ -20,7 +20,7 @@ from helpers.coordinated import (
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.commands import End, MembersRecorded, MustEnd, RecordDecision
+from planaria.coordinator.commands import End, Evict, MembersRecorded, MustEnd, RecordDecision
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import progress_of
@@ -166,6 +166,23 @@ def test_a_job_is_saved_by_others_if_all_workers_of_its_unfit_machine_end_at_onc
     assert isinstance(record.decision.order, SaveLayers)
     assert record.decision.order.layers == held
     assert record.decision.ending == Ending.LOST
+
+
+def test_an_unfit_machine_stays_if_the_only_other_holder_of_a_layer_was_replaced() -> None:
+    """Its worker had raised, and a holder on the unfit machine was sound. The new worker counted as
+    a holder, so that one left with its node, and nothing was saved."""
+    made = small_rules(n0=1, when_below="stop")
+    state = training_of_four_ranks(made)
+    crashes = tuple(Crash(1, 4, pid, -1, Raised(error="SIGKILL"), UNFIT.reason) for pid in (10, 11))
+    state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    raised = structs.replace(worker_failure(1, GPU_LOST, epoch=0), node=0)
+    state, _ = after(state, [raised, MembersRecorded(1)], made)
+    assert state.troubles.replaced == {1: raised.pid}
+    state, commands = after(state, [structs.replace(worker_exit(4), node=1)], made)
+
+    assert not of_type(commands, Evict)
+    assert state.nodes == (0, 1)
+    assert state.stop.must_end
 
 
 def test_a_job_that_must_end_anyway_is_saved_by_others_than_its_unfit_machine() -> None:

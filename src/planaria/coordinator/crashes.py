@@ -130,6 +130,7 @@ def stop_members(state: JobState, now_s: float) -> Step:
         state,
         phase=Phase.STOPPING,
         workers=PersistentMap({r: w for r, w in state.workers.items() if r not in new}),
+        facts=replace(state.facts, holding=state.facts.holding.difference(new)),
         troubles=replace(
             before,
             raised={rank: pid for rank, pid in before.raised.items() if rank not in new},
