@@ -390,6 +390,24 @@ def test_an_owed_save_that_ends_its_rank_each_time_is_tried_twice() -> None:
     assert cluster.state.nodes == (1, 2, 3)
 
 
+@pytest.mark.parametrize(("ended", "persists"), [(2, False), (3, True)])
+def test_an_owed_save_is_tried_where_all_are_ready_or_one_that_was_ready_ends(
+    ended: int, persists: bool
+) -> None:
+    """Two epochs that nobody had entered, as where links stay down, used up both tries, and the
+    save was dropped for good. But a rank that is ready begins it before others are."""
+    rules = small_rules(n0=1, failures_tolerated=2, policy=Survivors(num_idle=1))
+    cluster = trained(FakeCluster(rules, shaped_plan((1, 2, 1), 6)))
+    cluster.nodes[0].is_linked = lambda _: False
+    cluster.lose(1)
+    for _ in range(2):
+        assert [*cluster.state.facts.ready] == [2]
+        cluster.crash(ended)
+
+    orders = of_type(cluster.commands, StartEpoch)
+    assert [order.persists for order in orders] == [False, True, True, persists]
+
+
 def test_a_layer_that_is_left_on_too_few_nodes_is_warned_of() -> None:
     """There are nodes for f failures, but a rerouted plan may have all copies on one of them."""
     policy = Survivors(num_idle=2)

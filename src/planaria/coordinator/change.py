@@ -47,6 +47,7 @@ from planaria.coordinator.membership.shortage import (
     refuse_drains,
     shortage_text,
     with_owed_save,
+    with_owed_try,
     with_tolerance,
     without_drains,
 )
@@ -478,7 +479,7 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
         ),
         learning=replace(state.learning, plan_s=0.0),
     )
-    state = with_owed_save(rules, state, order)
+    state = with_owed_try(with_owed_save(rules, state, order))
     shutdowns = (Tell(Shutdown(), departed),) if departed else ()
     return without_former_members(state), (RecordDecision(outcome, decision), *shutdowns)
 

@@ -28,7 +28,7 @@ from planaria.coordinator.commands import CheckSave, Command, End, Notify, SaveC
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.memory_estimates import with_more_room
-from planaria.coordinator.membership.shortage import shortage_text
+from planaria.coordinator.membership.shortage import shortage_text, with_owed_try
 from planaria.coordinator.recovery import (
     begin_recovery,
     end_job,
@@ -216,6 +216,8 @@ def on_worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: 
     crash = Crash(event.node, rank, event.pid, -1, raised)
     if _is_repeated(state, crash):
         return state, ()
+    if state.phase is Phase.STARTING and rank in state.facts.ready:  # It may have begun a save.
+        state = with_owed_try(state)
     troubles, facts = state.troubles, state.facts
     state = replace(
         state,

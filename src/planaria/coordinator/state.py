@@ -197,7 +197,7 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
             too.
         owed_since: epoch that made the job less safe, and since which no save is published that
             began in it or later; -1: there is none.
-        num_owed_tries: number of orders since then to begin an epoch with a save.
+        num_owed_tries: number of epochs since then in which such a save may have begun.
     """
 
     files: Mapping[tuple[int, int], Mapping[int, LayerFile]] = msgspec.field(default_factory=dict)

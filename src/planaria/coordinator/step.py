@@ -76,7 +76,7 @@ from planaria.coordinator.membership.candidates import (
     on_leave_request,
 )
 from planaria.coordinator.membership.missing_members import check_missing
-from planaria.coordinator.membership.shortage import with_untold_shortage
+from planaria.coordinator.membership.shortage import with_owed_try, with_untold_shortage
 from planaria.coordinator.outcomes import answer_since_origin
 from planaria.coordinator.recovery import (
     await_machines,
@@ -316,7 +316,7 @@ def _advance_phase(rules: Rules, state: JobState, now_s: float) -> Step:
             return _tell_order(rules, state, now_s)
         case Phase.STARTING if has_all(state.facts.ready, state.plan.all_ranks):
             history = begun_history(state.membership.history, now_s)
-            state = with_recovery(with_start(rules, state, now_s), now_s)
+            state = with_owed_try(with_recovery(with_start(rules, state, now_s), now_s))
             state = replace(
                 state,
                 phase=Phase.TRAINING,

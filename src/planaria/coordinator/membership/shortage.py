@@ -128,11 +128,17 @@ def owes_save(rules: Rules, state: JobState, plan: Plan) -> bool:
 
 def with_owed_save(rules: Rules, state: JobState, order: StartEpoch) -> JobState:
     """The state in which the save of an order, if it has one, is owed until it is complete."""
-    saves = state.saves
-    if not order.persists:
+    if not order.persists or not is_newly_degraded(rules, state, len(state.nodes), order.plan):
         return state
-    if is_newly_degraded(rules, state, len(state.nodes), order.plan):
-        saves = replace(saves, owed_since=order.epoch, num_owed_tries=0)
+    return replace(state, saves=replace(state.saves, owed_since=order.epoch, num_owed_tries=0))
+
+
+def with_owed_try(state: JobState) -> JobState:
+    """The state in which the save of this epoch, if it has one, counts as tried."""
+    decision, saves = state.facts.decision, state.saves
+    assert decision is not None
+    if not (isinstance(decision.order, StartEpoch) and decision.order.persists):
+        return state
     return replace(state, saves=replace(saves, num_owed_tries=saves.num_owed_tries + 1))
 
 
