@@ -17,17 +17,32 @@ from helpers.coordinated import (
     training_of_four_ranks,
     worker_exit,
     worker_failure,
+    worker_of_four,
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.commands import End, Evict, MembersRecorded, MustEnd, RecordDecision
+from planaria.coordinator.commands import (
+    DecisionRecorded,
+    End,
+    Evict,
+    MembersRecorded,
+    MustEnd,
+    RecordDecision,
+)
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.state import Crash, Phase
 from planaria.coordinator.step import Event
 from planaria.core.kinds import Ending
-from planaria.core.messages import Acknowledged, NoticeTaken, Raised, SaveLayers, StopRequested
+from planaria.core.messages import (
+    Acknowledged,
+    NoticeTaken,
+    Raised,
+    SaveLayers,
+    StopRequested,
+    WorkerFailed,
+)
 from planaria.core.plan import Plan
 from planaria.core.records import Committed, Decision, Progress, Warned
 from planaria.protocol.agent_state import on_coordinator_message
@@ -183,6 +198,38 @@ def test_an_unfit_machine_stays_if_the_only_other_holder_of_a_layer_was_replaced
     assert not of_type(commands, Evict)
     assert state.nodes == (0, 1)
     assert state.stop.must_end
+
+
+def test_an_unfit_machine_saves_what_its_sound_workers_hold_though_another_one_raises() -> None:
+    """Each new worker of rank 4 raises at its start, and rank 0 holds what that rank had. The node
+    left at the fourth time, and with it rank 5, the only holder of its layers."""
+    made = small_rules(n0=1, when_below="stop")
+    state = training_of_four_ranks(made)
+    crashes = (Crash(1, 4, 10, -1, GPU_LOST, UNFIT.reason),)
+    state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    exits = [worker_exit(1), worker_exit(4)]
+    events: list[Event] = [structs.replace(word, node=word.rank // 4) for word in exits]
+    state, _ = after(state, [*events, worker_of_four(1, pid=90)], made)
+
+    def crash(pid: int) -> WorkerFailed:
+        return structs.replace(worker_failure(4, GPU_LOST, epoch=-1, pid=pid), node=1)
+
+    state, _ = after(state, [crash(91), crash(92)], made)
+    assert state.stop.must_end
+    epoch = state.epoch
+    held = {rank: tuple(state.plan.layers_by_rank[rank]) for rank in (0, 2, 3, 5, 6, 7)}
+    answers = [
+        stop_report(rank, epoch, layers=held.get(rank, ()), age=FIRST + 1, last=FIRST)
+        for rank in (*held, 1)
+    ]
+    events = [MembersRecorded(epoch), crash(93), *answers, crash(94), DecisionRecorded(epoch)]
+    state, commands = after(state, [*events, crash(95)], made)
+
+    assert state.phase is Phase.SAVING
+    assert not of_type(commands, Evict)
+    (order,) = of_type(commands, SaveLayers)
+    assert 4 not in order.layers
+    assert {layer for layers in order.layers.values() for layer in layers} == {*range(NUM_LAYERS)}
 
 
 def test_a_job_that_must_end_anyway_is_saved_by_others_than_its_unfit_machine() -> None:

@@ -305,14 +305,20 @@ def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now
     """Ends the job, which is to be started again elsewhere, once the live layers are saved.
 
     The node is left out of that save if others surely hold all layers. If not, its rank is asked
-    for its own, and the node is left out if that rank crashes once more.
+    for its own. If that rank crashes once more, it alone is left out, or the node if only that rank
+    may hold some layers.
     """
-    sure = sure_holders(state).difference(state.troubles.raised)
+    sure = sure_holders(state).difference(state.troubles.raised, (crash.rank,))
     held = {rank: layers for rank, layers in state.plan.layers_by_rank.items() if rank in sure}
     mine = [other for other in state.troubles.crashes if other.rank == crash.rank]
     num_alike = sum(other.raised.error == crash.raised.error for other in mine)
     was_asked = bool(state.stop.must_end) and num_alike > CRASHES_MAX
     is_out = was_asked or not missing_without(rules, state, crash.node, held=held)
+    is_covered = not missing_without(rules, state, -1, held=held)
+    if was_asked and state.phase in _LEAVING and is_covered:
+        return _with_empty_answers(state, [crash.rank]), ()
+    if was_asked and writers(state) and crash.rank not in writers(state):
+        return state, ()
     stop = replace(state.stop, is_requested=True, must_end=state.stop.must_end or reason)
     return begin_recovery(
         rules,
@@ -436,14 +442,19 @@ def give_up_last_save(state: JobState) -> Step:
     else:
         silent = [rank for rank in state.ranks if rank not in state.facts.answers]
         if silent and not any(rank in state.workers for rank in silent):
-            answers = state.facts.answers
-            for rank in silent:
-                nothing = Stopped(rank=rank, epoch=state.epoch, ages={}, complete=())
-                answers = answers.plus(rank, nothing)
-            return replace(state, facts=replace(state.facts, answers=answers)), ()
+            return _with_empty_answers(state, silent), ()
     if silent:
         return _end_unsaved(state, f"ranks {silent} do not answer")
     return _end_unsaved(state, f"the disk of saves did not answer for {FAILING_S_MAX:g} s")
+
+
+def _with_empty_answers(state: JobState, ranks: Collection[int]) -> JobState:
+    """The state in which these ranks count as having answered that they hold nothing."""
+    answers = state.facts.answers
+    for rank in ranks:
+        nothing = Stopped(rank=rank, epoch=state.epoch, ages={}, complete=())
+        answers = answers.plus(rank, nothing)
+    return replace(state, facts=replace(state.facts, answers=answers))
 
 
 def _end_unsaved(state: JobState, why: str) -> Step:

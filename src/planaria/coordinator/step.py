@@ -343,8 +343,8 @@ def _tell_order(rules: Rules, state: JobState, now_s: float) -> Step:
     """Tells the order of this epoch once every worker that it needs has reported."""
     assert state.facts.decision is not None
     order = state.facts.decision.order
-    # In a job that has failed, some workers may never report: their code raises before that.
-    awaited = writers(state) if state.facts.decision.failure is not None else state.ranks
+    # For a last save, some workers may never report: their code raises before that.
+    awaited = writers(state) if isinstance(order, SaveLayers) else state.ranks
     if not has_all(state.workers, awaited):
         return state, ()
     state, settled = _commit_to_outcome(rules, state, now_s)
