@@ -564,16 +564,20 @@ def _reason(error: StoreError) -> str:
 
 
 class _Frames:
-    """Encodes messages as frames; a message sent to many agents in a row is encoded once."""
+    """Encodes messages as frames; the newest of each kind is encoded once for all agents.
+
+    An agent that comes back is welcomed before it is told the order to begin an epoch, which names
+    all ranks and takes long to encode.
+    """
 
     def __init__(self) -> None:
-        self._message: ToNode | None = None
-        self._frame = b""
+        self._newest: dict[type[ToNode], tuple[ToNode, bytes]] = {}
 
     def of(self, message: ToNode) -> bytes:
-        if message is not self._message:
-            self._message, self._frame = message, frame(message)
-        return self._frame
+        kept = self._newest.get(type(message))
+        if kept is None or kept[0] is not message:
+            kept = self._newest[type(message)] = message, frame(message)
+        return kept[1]
 
 
 class _AgentSocket:
