@@ -21,7 +21,7 @@ from helpers.coordinated import (
     small_rules,
     worker,
 )
-from helpers.jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
@@ -49,6 +49,7 @@ from planaria.core.messages import (
     StopRequested,
     WorkerFailed,
 )
+from planaria.core.plan import Pipeline, plain_plan
 from planaria.core.records import Committed, Running, Starting
 
 EPOCH = 4
@@ -249,6 +250,31 @@ def test_the_epoch_starts_with_every_workers_address() -> None:
         source=SOURCE,
     )
     assert [c.message for c in commands if isinstance(c, Tell)] == [start]
+
+
+def test_the_ranks_of_all_nodes_are_listed_once_while_their_workers_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were listed at each report: the work of a restart grew with the square of the ranks."""
+    num_nodes, per_node, num_listed = 64, 8, 0
+    of_node = replace(template(per_node), num_nodes=1)
+    pipelines = tuple(Pipeline(of_node, (node,)) for node in range(num_nodes))
+    plan = replace(plain_plan(0, pipelines, (1,) * num_nodes), epoch=EPOCH)
+    workers = [structs.replace(worker(rank), node=rank // per_node) for rank in plan.ranks]
+    ranks_of = JobState.ranks_of
+
+    def counted(state: JobState, nodes: Iterable[int]) -> tuple[int, ...]:
+        nonlocal num_listed
+        ranks = ranks_of(state, nodes)
+        num_listed += len(ranks)
+        return ranks
+
+    monkeypatch.setattr(JobState, "ranks_of", counted)
+    state = first_step(RULES, plan, term=0, predicted_s=0.5)[0]
+    _, commands = after(state, [*RECORDED, *workers])
+
+    assert len(of_type(commands, StartEpoch)) == 1
+    assert num_listed <= 2 * num_nodes * per_node
 
 
 def test_training_runs_once_every_rank_is_ready() -> None:

@@ -344,13 +344,13 @@ def _tell_order(rules: Rules, state: JobState, now_s: float) -> Step:
     assert state.facts.decision is not None
     order = state.facts.decision.order
     # For a last save, some workers may never report: their code raises before that.
-    awaited = writers(state) if isinstance(order, SaveLayers) else state.ranks
-    if not has_all(state.workers, awaited):
+    is_last, workers = isinstance(order, SaveLayers), state.workers
+    if not (has_all(workers, writers(state)) if is_last else state.has_all_ranks(workers)):
         return state, ()
     state, settled = _commit_to_outcome(rules, state, now_s)
     if isinstance(order, SaveLayers):
         return _begin_last_save(state, now_s), (*settled, Tell(order))
-    addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
+    addresses = {rank: (w.host, w.port) for rank, w in workers.items()}
     order = _with_addresses(order, addresses)
     # A rank forgets a requested stop when it begins an epoch.
     stop = (Tell(StopRequested()),) if state.stop.is_requested else ()
