@@ -121,7 +121,8 @@ class EventRecord:
         epoch: epoch that answered it; -1: none did.
         policy: policy that answered it.
         answer: name of the answer, such as "reroute".
-        inputs: facts from which the answer was chosen, beside the job, its profile and its plans.
+        inputs: facts from which the answer was chosen, beside the job, its profile and its plans;
+            null in what a running job tells `planaria events`.
         candidates: the proposed answers with their prices; `answer` names the chosen one.
         time_to_failure_s: mean time to the next failure that the choice assumed.
         error: type of the exception in a worker, or the signal or exit status that ended it;

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -35,7 +36,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class TellEvents(msgspec.Struct, frozen=True, tag=True):
-    """Request for the events of the job so far."""
+    """Request for the events of the job so far, without the inputs of decisions."""
 
 
 class TellStatus(msgspec.Struct, frozen=True, tag=True):
@@ -189,7 +190,8 @@ def reply_function(
             case Drain():
                 return await drains.answer(request)
             case TellEvents():
-                return json_reply(events())
+                # Inputs name each node: hundreds of events of a large job are too long to be read.
+                return json_reply([replace(event, inputs=None) for event in events()])
             case TellStatus():
                 return json_reply(status())
             case KeepSave(name):
