@@ -65,7 +65,11 @@ from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.foresight import with_recovery
 from planaria.coordinator.learning.history import begun_history
-from planaria.coordinator.learning.link_speeds import link_speeds, with_link_speeds
+from planaria.coordinator.learning.link_speeds import (
+    link_speeds,
+    with_link_speeds,
+    without_receptions,
+)
 from planaria.coordinator.learning.memory_estimates import with_memory_shortage
 from planaria.coordinator.learning.overhead import with_order, with_start
 from planaria.coordinator.learning.profile_correction import with_corrections
@@ -350,17 +354,13 @@ def _tell_order(rules: Rules, state: JobState, now_s: float) -> Step:
     state, settled = _commit_to_outcome(rules, state, now_s)
     if isinstance(order, SaveLayers):
         return _begin_last_save(state, now_s), (*settled, Tell(order))
-    addresses = {rank: (w.host, w.port) for rank, w in workers.items()}
-    order = _with_addresses(order, addresses)
+    addresses = {rank: (worker.host, worker.port) for rank, worker in workers.items()}
+    order = msgspec.structs.replace(order, addresses=addresses)
     # A rank forgets a requested stop when it begins an epoch.
     stop = (Tell(StopRequested()),) if state.stop.is_requested else ()
     starting = Notify(Starting(epoch=state.epoch, num_nodes=len(state.nodes), now_s=now_s))
     state = with_order(replace(state, phase=Phase.STARTING), now_s)
     return state, (*settled, starting, Tell(order), *stop)
-
-
-def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) -> StartEpoch:
-    return msgspec.structs.replace(order, addresses=addresses)
 
 
 def _running_notice(state: JobState, now_s: float) -> Notify:
@@ -517,7 +517,7 @@ def _commit_notice(
         sample_digest=digest,
         ends=ends,
         is_trained=is_trained,
-        reports=tuple(reports[rank] for rank in sorted(reports)),
+        reports=tuple(without_receptions(reports[rank]) for rank in sorted(reports)),
         now_s=now_s,
         since=state.commits.origin.epoch,
         links=link_speeds(state),

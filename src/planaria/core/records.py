@@ -419,7 +419,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
     Attributes:
         is_trained: whether training would have ended with it though nobody had asked for that.
-        reports: reports of the ranks that could still send one.
+        reports: reports of the ranks that could still send one, without `receptions`.
         links: measured bytes per second by kind of link between machines; empty: none was measured.
     """
 

@@ -115,6 +115,8 @@ def test_commits_take_the_reports_and_tell_the_speeds(cluster: FakeCluster) -> N
 
     (committed,) = of_type(cluster.commands, Committed)
     assert committed.links == link_speeds(cluster.state) == {"inter_node": 4.0 * MIB}
+    # With each rank's peers, the notice would grow with the square of the ranks.
+    assert committed.reports == tuple(report(rank) for rank in PLAN.all_ranks)
     cluster.lose(3)
     cluster.restart()
     assert link_speeds(cluster.state) == {"inter_node": 4.0 * MIB}

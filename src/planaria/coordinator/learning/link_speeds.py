@@ -79,6 +79,11 @@ def with_link_speeds(
     return replace(state, learning=replace(state.learning, findings=findings))
 
 
+def without_receptions(report: IterationDone) -> IterationDone:
+    """The report as others need it; what names each peer of a rank is for this part alone."""
+    return msgspec.structs.replace(report, receptions={}) if report.receptions else report
+
+
 def domains_of(rules: Rules, state: JobState) -> dict[int, str]:
     """Name of the failure domain of each node that is in one."""
     return {**rules.domains, **state.membership.domains}
