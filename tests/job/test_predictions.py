@@ -1,11 +1,13 @@
 """What is predicted of a plan, whatever its routes are."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from msgspec import structs
 
 from helpers.jobs import template
+from helpers.plan_examples import random_plan, rerouted_plan
 from helpers.recorder_messages import report as iteration_done
 from helpers.strategies import layer_profile, model_profile
 from planaria.core.plan import ModelProfile, Plan
@@ -16,6 +18,7 @@ from planaria.observe.measurements import EpochMeasurements
 from planaria.planner.plans import plan_of_templates
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import best_reroute
+from planaria.planner.reroute.shadows import with_shadows
 
 NUM_MICROBATCHES = 9
 
@@ -74,11 +77,50 @@ def test_around_an_empty_place_a_rank_holds_what_its_detours_bring() -> None:
     assert found.timeline.iteration_s == pytest.approx(priced.iteration_s)
 
 
+def test_the_largest_peak_is_that_of_the_schedule_for_any_plan() -> None:
+    """It is computed without one. A launcher that made schedule and timeline at each decision stood
+    still meanwhile, with 64,000 hops for longer than a lease."""
+    for seed in range(100):
+        rng = Random(seed)
+        plan = replace(random_plan(rng), splits_backward=rng.random() < 0.5)
+        if rng.random() < 0.5:
+            plan = rerouted_plan(plan, rng)
+        elif plan.devices_per_node == 1:
+            plan = with_shadows(plan)
+        layers = tuple(
+            layer_profile(
+                f"layer {index}",
+                0.01,
+                device_counts=(1, 2, 3, 4),
+                parameter_bytes=rng.randint(1, 9),
+                activation_bytes=rng.randint(0, 99),
+                output_bytes=rng.randint(0, 9),
+            )
+            for index in range(plan.num_layers)
+        )
+        problem = replace(
+            PROBLEM, profile=model_profile(layers), devices_per_node=plan.devices_per_node
+        )
+
+        peak_bytes_of = prediction(problem, plan).peak_bytes
+        assert predicted_peak_bytes(problem, plan) == max(peak_bytes_of.values()), f"seed {seed}"
+
+
+def test_the_largest_peak_needs_no_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a schedule that is complete and validated: these take most of the time."""
+    largest = max(prediction(PROBLEM, PLAN).peak_bytes.values())
+    monkeypatch.delattr("planaria.job.predictions.predicted_timeline")
+    monkeypatch.delattr("planaria.job.predictions.plan_schedule")
+
+    assert predicted_peak_bytes(PROBLEM, PLAN) == largest
+
+
 def test_silent_members_are_left_out() -> None:
     """A plan in the middle of a join has ranks that compute nothing; it can be predicted."""
     silent = replace(PLAN, silent={7: (0, 1)})
 
     assert prediction(PROBLEM, silent).timeline == prediction(PROBLEM, PLAN).timeline
+    assert predicted_peak_bytes(PROBLEM, silent) == predicted_peak_bytes(PROBLEM, PLAN)
 
 
 def test_factors_multiply_seconds_and_leave_bytes() -> None:

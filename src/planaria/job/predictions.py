@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from planaria.core.plan import Plan, profile_on
 from planaria.estimator.correction import corrected_profile
-from planaria.estimator.peak_memory import bytes_by_rank, kept_bytes
+from planaria.estimator.peak_memory import WorkBytes, bytes_by_rank, kept_bytes
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.schedule.lower import plan_schedule
+from planaria.schedule.routed import routed_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,5 +55,9 @@ def prediction(
 
 
 def predicted_peak_bytes(problem: Problem, plan: Plan) -> int:
-    """The largest peak memory of any device."""
-    return max(prediction(problem, plan).peak_bytes.values())
+    """The largest peak memory of any device, as in `prediction`, from the work alone: the schedule
+    and its timeline would keep the launcher of a large job for longer than a lease."""
+    plan, profile = replace(plan, silent={}), problem.profile
+    kept_bytes_of = WorkBytes(profile, plan).most_kept(plan.routes, routed_work(plan))
+    held = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
+    return max(fixed.state_bytes + kept_bytes_of[rank] for rank, fixed in held.items())
