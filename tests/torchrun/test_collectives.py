@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.linked_ranks import TIMEOUT_S, link_ranks, wait_until
+from helpers.linked_ranks import TIMEOUT_S, link_ranks, on_all, wait_until
 from planaria.checkpoint.memory.interleaving import CopyPeers
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.engine.devices import LateDevice
 from planaria.torchrun import collectives
 from planaria.torchrun.collectives import BetweenCollectives, Collectives, measured_link
-from planaria.transport.links import Channel, Tag
+from planaria.transport.links import Channel, Links, Tag
 
 
 class Work:
@@ -118,18 +118,15 @@ def test_in_the_end_all_is_as_it_was(watch: Collectives, noted: list[tuple[float
 
 def test_a_link_is_measured_while_all_send() -> None:
     with link_ranks(2) as ranks:
-        found: dict[int, Link] = {}
 
-        def measure(rank: int) -> None:
-            found[rank] = measured_link(ranks[rank], targets=[1 - rank], sources=[1 - rank])
+        def measured(links: Links) -> Link:
+            others = [1 - links.rank]
+            return measured_link(links, targets=others, sources=others)
 
-        threads = [Thread(target=measure, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        found = on_all(ranks, measured)
 
-    for link in found.values():
+    assert len(found) == 2
+    for link in found:
         assert 0.0 < link.latency_s < 1.0
         assert link.bandwidth_bytes_per_s > 1e6
 
