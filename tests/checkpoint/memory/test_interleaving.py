@@ -187,8 +187,8 @@ def test_a_version_waits_for_the_next_iteration(
     for _ in range(2):
         act(turns, wires, start_s + 0.1)
     turns.hold()
+    assert turns._moment_s(1, start_s + 0.1, CHUNK_S) is None
     chunk = sender.chunk()
-    assert not chunk.done()
     wires.timekeeper.reach(start_s + 1.0)
     begin(turns, wires, iteration=1)
 
@@ -197,13 +197,13 @@ def test_a_version_waits_for_the_next_iteration(
 
 def test_what_all_wait_for_goes_at_once(turns: Interleaving, wires: Wires, sender: Sender) -> None:
     """Even if its spans are behind work that is never done."""
-    begin(turns, wires, must_end=True)
+    start_s = begin(turns, wires, must_end=True)
     chunks = [sender.chunk(1000) for _ in range(2)]
     turns.rush()
 
     assert all(chunk.result(TIMEOUT_S) for chunk in chunks)
     turns.hold()
-    assert not sender.chunk().done()
+    assert turns._moment_s(1, start_s + 0.1, CHUNK_S) is None
 
 
 def test_who_waits_is_freed_at_the_end(turns: Interleaving, sender: Sender) -> None:
@@ -220,12 +220,11 @@ def test_only_a_share_of_a_span_is_used(wires: Wires) -> None:
     turns = interleaving(wires, [IdleSpan(0, 0.0, 0.21), IdleSpan(1, 0.0, 9.0)], gamma=0.5)
     sender = Sender(turns, wires)
     chunks = [sender.chunk() for _ in range(2)]
-    begin(turns, wires)
+    start_s = begin(turns, wires)
 
-    assert chunks[0].result(TIMEOUT_S)
-    assert not chunks[1].done()
-    turns.on_action_done()
-    assert chunks[1].result(TIMEOUT_S)
+    assert chunks[0].result(TIMEOUT_S) == pytest.approx(start_s)
+    act(turns, wires, start_s + 0.3)
+    assert chunks[1].result(TIMEOUT_S) == pytest.approx(start_s + 0.3)
     sender.close()
 
 
