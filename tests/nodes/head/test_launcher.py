@@ -12,15 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from helpers.command import keep_request_sockets_in
-from helpers.fake_fork_server import LOSS, FakeForkServer, Lead, Line
-from helpers.jobs import leader_spec
+from helpers.fake_fork_server import LOSS, NO_PID, FakeForkServer, Lead, Line
+from helpers.jobs import leader_spec, shaped_plan
 from helpers.tasks import wait_until
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.kinds import Ending, LossKind
 from planaria.core.messages import DrainRequested, StopRequested
+from planaria.core.plan import Plan
 from planaria.core.records import (
     Ended,
     Leading,
@@ -110,13 +112,13 @@ def running(line: Line) -> Running:
 
 
 class Launched:
-    """A job of one node.
+    """A job, of one node unless its plan is another one.
 
     Attributes:
         lines: of the coordinators, in their order.
     """
 
-    def __init__(self, lead: Lead, directory: Path) -> None:
+    def __init__(self, lead: Lead, directory: Path, plan: Plan | None = None) -> None:
         self.observer = Observer()
         self.lines: list[Line] = []
 
@@ -127,6 +129,8 @@ class Launched:
 
         self.server = FakeForkServer(led)
         spec = leader_spec(directory)
+        if plan is not None:
+            spec = msgspec.structs.replace(spec, plan=plan)
         node = NodeSpec(
             job=spec.job, node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
         )
@@ -153,7 +157,7 @@ class Launched:
         return asyncio.run(cell())
 
 
-Launch = Callable[[Lead], Launched]
+Launch = Callable[..., Launched]
 
 
 @pytest.fixture
@@ -171,8 +175,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     monkeypatch.setattr(forking, "PAUSE_S", 0.001)
     keep_request_sockets_in(tmp_path / "desk", monkeypatch)
 
-    def launched(lead: Lead) -> Launched:
-        made.append(Launched(lead, tmp_path))
+    def launched(lead: Lead, plan: Plan | None = None) -> Launched:
+        made.append(Launched(lead, tmp_path, plan))
         return made[-1]
 
     yield launched
@@ -231,14 +235,16 @@ def test_nodes_that_cannot_be_forked_hold_up_no_end(launch: Launch) -> None:
     and had killed nobody."""
 
     async def end_short(line: Line) -> None:
-        job.server.asks.extend([OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 1000)
+        job.server.asks.extend([short] * 1000)
         await finish(line)
 
-    job = launch(end_short)
-    job.server.asks.append(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    short = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    job = launch(end_short, shaped_plan((1, 1), 10))
+    job.server.asks.extend([None, short])
 
     assert job.run().ending == "finished"
-    assert "agent" not in job.server.targets or job.server.kills
+    assert job.server.targets[0] == "agent"
+    assert NO_PID + 1 in job.server.kills
 
 
 def test_a_coordinator_for_which_the_machine_is_short_is_started_later(
