@@ -123,20 +123,32 @@ def test_the_next_save_waits_for_the_one_before(
 ) -> None:
     """At most one copy of the state is in memory, however slow the disk."""
     monkeypatch.setattr("planaria.engine.saver.WAIT_S", 20.0)
-    disk = _SlowDisk(monkeypatch)
+    disk, state = _SlowDisk(monkeypatch), HeldLayer.state
     sent: list[Message] = []
-    saver = saver_of(tmp_path, sent.append)
+    copied: list[HeldLayer] = []
+    looks: list[int] = []
+
+    def copy(layer: HeldLayer) -> State:
+        copied.append(layer)
+        return state(layer)
+
+    def look(epoch: int) -> bool:
+        looks.append(epoch)
+        return False
+
+    monkeypatch.setattr(HeldLayer, "state", copy)
+    saver = saver_of(tmp_path, sent.append, is_over=look)
     saver.save(layers(0), iteration=1, epoch=0)
-    second = threading.Thread(
-        target=lambda: saver.save(layers(0), iteration=2, epoch=0), daemon=True
-    )
-    second.start()
-    assert second.is_alive()
-    assert disk.iterations == []
-    disk.may_write.set()
-    second.join(20.0)
+    wait_until(lambda: disk.num_begun == 1)
+    num_looks = len(looks)  # Only a save that waits for the one before looks again.
+    with in_threads(lambda: saver.save(layers(0), iteration=2, epoch=0)) as (second,):
+        wait_until(lambda: len(looks) > num_looks)
+        num_copies, num_begun = len(copied), disk.num_begun
+        disk.may_write.set()
+        assert second.result(20.0)
     saver.wait_written(0)
 
+    assert (num_copies, num_begun) == (1, 1)
     assert disk.iterations == [1, 2]
     assert [message.iteration for message in sent if isinstance(message, LayersSaved)] == [1, 2]
 
