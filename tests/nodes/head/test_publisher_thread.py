@@ -46,6 +46,7 @@ class _Threaded(ToldPublisher):
         self.published = threading.Event()
         self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self.now_s = 100.0
+        self.num_looks = 0  # How often the thread asked for the time.
         publish = Tier.publish
 
         def late(tier: Tier, manifest: Manifest) -> None:
@@ -59,8 +60,12 @@ class _Threaded(ToldPublisher):
             where=str(directory),
             notify=self.notices.append,
             on_error=self.errors.put,
-            now_s=lambda: self.now_s,
+            now_s=self._look,
         )
+
+    def _look(self) -> float:
+        self.num_looks += 1
+        return self.now_s
 
     def ask(self, iteration: int) -> None:
         """Has a save published that is whole."""
@@ -211,6 +216,10 @@ def test_a_disk_that_does_not_answer_holds_up_the_end_for_a_while_only(
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(finished)
         threaded.now_s += 4.9
+        num_looks = threaded.num_looks
+        wait_for(  # Of three looks, one is behind a wait.
+            lambda: waiting.done() or threaded.num_looks >= num_looks + 3, what="looks at the time"
+        )
         assert not waiting.done()
         threaded.now_s += 0.2
         assert waiting.result(20.0) is Unfinished.SAVES
