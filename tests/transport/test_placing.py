@@ -1,9 +1,13 @@
 """Messages that arrive where they are to lie, and never once that is somebody else's."""
 
+from bisect import bisect_left
+from select import select
+from threading import Event
+
 import numpy as np
 import pytest
 
-from helpers.linked_ranks import TIMEOUT_S, begin_all, link_ranks, tag, wait_until
+from helpers.linked_ranks import TIMEOUT_S, begin_all, in_threads, link_ranks, tag, wait_until
 from planaria.transport.connection import header
 
 NUM_BYTES = 24 << 20  # More than any socket buffer.
@@ -62,18 +66,42 @@ def test_memory_is_free_once_its_message_is_taken_wherever_that_lay() -> None:
         assert not memory.any()
 
 
-def test_nothing_comes_by_a_link_that_is_retired_in_a_newer_epoch() -> None:
-    """Its peer is no member any more, and still sends."""
+def test_nothing_comes_by_a_link_that_is_retired_in_a_newer_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its peer is no member any more, and still sends: a part of the message is being read."""
     memory = np.zeros(NUM_BYTES, dtype=np.uint8)
+
+    def num_arrived() -> int:
+        return bisect_left(memory, 1, key=lambda byte: not byte)  # Those that have are ones.
+
+    def enter() -> int:
+        right.enter(1, addresses={}, peers=())
+        return num_arrived()
+
+    is_reading, may_read = Event(), Event()
     with link_ranks(2) as (left, right):
+        arriving = right._peers[0]
+        receive = arriving._receive
+
+        def wait_and_receive(*, can_receive: bool) -> int:
+            if memory[0] and can_receive:
+                is_reading.set()
+                assert may_read.wait(TIMEOUT_S)
+            return receive(can_receive=can_receive)
+
+        monkeypatch.setattr(arriving, "_receive", wait_and_receive)
         right.offer_memory(0, tag(0), memory)
         left.send(1, tag(0), np.ones(NUM_BYTES, dtype=np.uint8))
-        wait_until(lambda: bool(memory[0]))
-        right.enter(1, addresses={}, peers=())
-        memory[:] = 0
-        wait_until(lambda: not right._peers)
+        assert is_reading.wait(TIMEOUT_S)
+        assert select([arriving.sock], [], [], TIMEOUT_S)[0]  # More of it is there to be read.
+        with in_threads(enter) as (entering,):
+            wait_until(lambda: not right._peers)
+            may_read.set()
+        wait_until(lambda: arriving.sock.fileno() < 0)
 
-        assert not memory.any()
+        assert 0 < entering.result() < NUM_BYTES
+        assert num_arrived() == entering.result()
 
 
 def test_what_is_still_to_arrive_in_a_newer_epoch_gets_nowhere() -> None:
