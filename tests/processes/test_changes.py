@@ -108,7 +108,10 @@ def test_what_strikes_in_the_middle_of_a_change_is_survived(
     # nodes survive one.
     nodes = 3 + len([spec for spec in specs if spec.startswith(("preempt", "kill"))])
     config = job(tmp_path / "run", server, nodes=max(4, nodes), max_nodes=7)
-    check(run_under_faults(config, server, *specs), calm)
+    result = run_under_faults(config, server, *specs)
+
+    check(result, calm)
+    assert [event for event in result.report.events if not event.fired] == [], specs
 
 
 def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
