@@ -47,12 +47,14 @@ def test_what_is_not_answered_in_time_is_an_error(
 
 
 def test_while_a_request_is_late_the_next_ones_fail_at_once(
-    tmp_path: Path, is_answered: threading.Event
+    tmp_path: Path, is_answered: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many would be as late, one after the other; they are made again once it is answered."""
-    tier = with_time_limit(tier_of(str(tmp_path)), timeout_s=0.2)
-    with pytest.raises(UnreadableError):
-        tier.versions()
+    tier = with_time_limit(tier_of(str(tmp_path)), timeout_s=20.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(tier.storage, "_timeout_s", 0.05)
+        with pytest.raises(UnreadableError):
+            tier.versions()
     (late,) = [thread for thread in threading.enumerate() if thread.name == "time limit"]
 
     with pytest.raises(UnreadableError):
@@ -76,9 +78,11 @@ def test_a_large_content_may_take_longer(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Directory, "read", late)
     unlisted, listed = (
-        with_time_limit(tier_of(str(tmp_path)), timeout_s=0.05).storage for _ in range(2)
+        with_time_limit(tier_of(str(tmp_path)), timeout_s=20.0).storage for _ in range(2)
     )
     listed.entries("1-0")
+    for storage in (unlisted, listed):  # Listing them may take longer.
+        monkeypatch.setattr(storage, "_timeout_s", 0.05)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(listed.read, "1-0/large")
         with pytest.raises(UnreadableError):
