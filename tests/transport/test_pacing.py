@@ -1,7 +1,7 @@
 """Paced links: nothing arrives before its virtual bytes have, flows share, and losses stay losses.
 
 By the time of the work, which no machine makes late (timekeeping.py), an arrival is known to the
-bit; by the machine's own it is never earlier, and asserted to be no later than three times that.
+bit; by the machine's own it is never earlier, and later by as much as the machine is busy.
 """
 
 import os
@@ -18,7 +18,6 @@ from helpers.linked_ranks import (
     TIMEOUT_S,
     TOKEN,
     begin_all,
-    in_threads,
     link_ranks,
     payload,
     tag,
@@ -72,16 +71,13 @@ def send(links: Links, peer: int, index: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0005, 0.05, 0.2])
 def test_a_message_arrives_after_its_latency_and_its_virtual_bytes(seconds: float) -> None:
-    """By the machine's clock too: never earlier, and not three times as late."""
+    """By the time of the work exactly then; by the machine's clock never earlier."""
     with paced(2) as (left, right):
-        begin_s = time.monotonic()
+        start_s = left.timekeeper.now_s()
         send(left, 1, 0, seconds)
         due_s = arrival_s(right, 0, 0)
-        end_s = time.monotonic()
 
-    expected_s = LATENCY_S + seconds
-    assert begin_s + expected_s <= due_s + 1e-6
-    assert end_s - begin_s <= 3 * expected_s + 0.1
+    assert due_s - start_s == pytest.approx(LATENCY_S + seconds, abs=1e-6)
 
 
 def test_a_message_counts_as_what_it_is_where_it_stands_for_nothing() -> None:
@@ -113,19 +109,14 @@ def test_flows_out_of_a_node_share_its_way() -> None:
 def test_flows_into_a_node_share_its_way() -> None:
     """From two others, whose ways out are free."""
     with paced(3) as (target, *sources):
-        with in_threads(*(lambda s=s: _timed_send(s, 0.1) for s in sources)) as sent:
-            start_s = min(one.result(timeout=TIMEOUT_S) for one in sent)
-        took_s = sorted(arrival_s(target, source.rank, 0) - start_s for source in sources)
+        start_s = [source.timekeeper.now_s() for source in sources]
+        for source in sources:
+            send(source, 0, 0, 0.1)
+        took_s = sorted(arrival_s(target, source.rank, 0) - start_s[0] for source in sources)
 
     assert took_s[1] >= 0.2 + LATENCY_S - 1e-6
     assert took_s[0] >= 0.1 + LATENCY_S - 1e-6
-    assert took_s[1] <= 0.4 + LATENCY_S
-
-
-def _timed_send(source: Links, seconds: float) -> float:
-    start_s = source.timekeeper.now_s()
-    send(source, 0, 0, seconds)
-    return start_s
+    assert took_s[1] <= 0.4 + LATENCY_S + (start_s[1] - start_s[0])
 
 
 def test_both_ways_of_a_link_are_used_at_once() -> None:
