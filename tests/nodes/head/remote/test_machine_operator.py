@@ -277,12 +277,13 @@ async def test_a_machine_that_its_platform_calls_bad_is_unfit(
         first.tell(NodeEnded(node=0, status=0))
 
         assert (await first.wait(MachineUnfit)).reason == "it is down"
-        await wait_until(lambda: bool(platform.given_back))
+        await wait_until(lambda: bool(platform.given_back and platform.lost))
         assert not head.machines.has_room
         host = "127.0.0.1"
         assert platform.given_back == [LostMachine("first", host, is_leaving=False, is_unfit=True)]
         assert platform.lost == [LostMachine("first", host, is_leaving=True, is_unfit=True)]
-        assert head.notes[-1] == f"first ({host}) is unfit: it is cordoned"
+        note = f"first ({host}) is unfit: it is cordoned"
+        await wait_until(lambda: note in head.notes)
         assert platform.threads == {"operator"}
 
 
