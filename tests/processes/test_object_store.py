@@ -262,7 +262,7 @@ def test_a_loss_is_answered_while_a_store_does_not_answer(store: Store, tmp_path
         job,
         training=replace(job.training, iterations=12),
         resilience=replace(job.resilience, failures_tolerated=1),
-        checkpoint=replace(job.checkpoint, timeout_s=4.0),
+        checkpoint=replace(job.checkpoint, timeout_s=7.0),
     )
     is_complete = threading.Event()
 
@@ -279,7 +279,7 @@ def test_a_loss_is_answered_while_a_store_does_not_answer(store: Store, tmp_path
     store.late_s = _nothing
     assert is_complete.is_set()
     (answered,) = [event for event in result.report.events if event.kind == "kill"]
-    assert answered.downtime_s < 2.0
+    assert answered.downtime_s < 5.0  # Less than the save takes to fail.
     assert result.report.final.iteration == 12
     assert isinstance(result.error, CheckpointError)
 
