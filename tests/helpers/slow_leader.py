@@ -8,7 +8,7 @@ from typing import Final
 
 from planaria.nodes.head import leader
 
-SLOW_S: Final = 1.5
+SLOW_S: Final = 4.5
 SLOWER_S: Final = 10.0
 
 _link = os.link

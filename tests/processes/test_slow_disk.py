@@ -14,7 +14,7 @@ from planaria.job.training_job import Job
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 
-LEASE_S = 1.0
+LEASE_S = 3.0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from planaria.observe.metrics import IterationRecord
 
 pytestmark = pytest.mark.faults
 
-LEASE_S = 1.0
+LEASE_S = 3.0
 
 
 @pytest.fixture(scope="module")
