@@ -152,6 +152,25 @@ def test_live_layers_come_before_copies() -> None:
     assert [copy.layer for copy in order.copies] == list(range(NUM_LAYERS))
 
 
+def test_the_complete_version_is_kept_rather_than_the_one_under_way() -> None:
+    """Of the newest one each rank has its own layers alone, so another loss would leave none."""
+    told = [
+        answers(1, 1, copies_of((OLDER,), BOTH)),
+        structs.replace(
+            stop_report(2, 1, layers=LOWER, age=NEXT, last=NEXT - 1),
+            copies=copies_of(BOTH, (OLDER,)),
+        ),
+        answers(3, 1, copies_of((), BOTH)),
+    ]
+    events: list[Event] = [node_loss(0), MembersRecorded(1), *told]
+    _, commands = after(training_halves(rules_with()), events, rules_with())
+
+    (record,) = of_type(commands, RecordDecision)
+    order = record.decision.order
+    assert isinstance(order, StartEpoch)
+    assert (order.iteration, order.copied, order.kept) == (NEXT, None, OLDER)
+
+
 @pytest.mark.parametrize("copies", [0, 2])
 def test_without_copies_of_all_layers_the_job_ends(copies: int) -> None:
     """Layer 4 is nowhere."""

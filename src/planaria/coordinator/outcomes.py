@@ -12,7 +12,6 @@ Source: docs/protocol.md, "Going back"; Varuna (EuroSys '22) for going back.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
 
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
@@ -89,29 +88,47 @@ def _copied_layers(answer: Stopped, origin: Origin) -> frozenset[int]:
     return frozenset(layer for layer, those in answer.copies.items() if origin.copied in those)
 
 
-def newest_copies(rules: Rules, state: JobState, *, most: float = inf) -> Label | None:
-    """The newest version of which members have copies of all layers; None if there is none.
+def newest_copies(rules: Rules, state: JobState) -> Label | None:
+    """The newest version of which members have copies of all layers; None if there is none."""
+    versions = _versions(rules, state)
+    return max(versions, key=lambda label: (label.age, label.epoch), default=None)
 
-    Copies from before the job went back belong to another history, except the version that it went
-    back to.
+
+def safest_copies(rules: Rules, state: JobState, *, most: float) -> Label | None:
+    """The version that most likely has all layers after one more loss; None if there is none.
+
+    It is the one whose rarest layer is on the most nodes, then the next rarest, and so on; the
+    newest of those that are alike. A version that was under way has all layers, too: each rank's
+    own copies come first. But it protects from nothing.
 
     Args:
         most: highest age that counts.
     """
+    whole = _versions(rules, state).items()
+    versions = {label: nodes for label, nodes in whole if label.age <= most}
+    return max(
+        versions,
+        key=lambda label: (sorted(map(len, versions[label].values())), label.age, label.epoch),
+        default=None,
+    )
+
+
+def _versions(rules: Rules, state: JobState) -> dict[Label, dict[int, set[int]]]:
+    """The nodes that keep copies, by layer, of each version of which members have all layers.
+
+    Copies from before the job went back belong to another history, except the version that it went
+    back to.
+    """
     origin = state.commits.origin
-    layers_by_label: dict[Label, set[int]] = {}
-    for answer in state.facts.answers.values():
+    versions: dict[Label, dict[int, set[int]]] = {}
+    for rank, answer in state.facts.answers.items():
         for layer, labels in answer.copies.items():
             for label in labels:
                 if label.since == origin.epoch or label == origin.copied:
-                    layers_by_label.setdefault(label, set()).add(layer)
+                    nodes = versions.setdefault(label, {}).setdefault(layer, set())
+                    nodes.add(rank // state.devices_per_node)
     num_layers = rules.num_layers
-    complete = [
-        label
-        for label, layers in layers_by_label.items()
-        if len(layers) == num_layers and label.age <= most
-    ]
-    return max(complete, key=lambda label: (label.age, label.epoch), default=None)
+    return {label: nodes for label, nodes in versions.items() if len(nodes) == num_layers}
 
 
 def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | None:

@@ -63,8 +63,8 @@ from planaria.coordinator.outcomes import (
     go_back,
     held_layers,
     is_elsewhere,
-    newest_copies,
     outcome_of,
+    safest_copies,
     save_point,
     verdict,
     votes,
@@ -502,7 +502,7 @@ def _order(
         copies=copies,
         copied=None if is_begun else origin.copied,
         # A newer copy belongs to an iteration that is done again, so it is of no use.
-        kept=newest_copies(rules, state, most=outcome.iteration),
+        kept=safest_copies(rules, state, most=outcome.iteration),
         idle=idle_of(rules, best.after, copies),
     )
 

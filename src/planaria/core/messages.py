@@ -478,8 +478,8 @@ class StartEpoch(Message, frozen=True, kw_only=True):
         copies: copies in memory beyond what the plan assigns: which ranks keep which layers.
         copied: version of the copies in memory to start from where there is no vector; None: the
             job starts from a save or from its beginning.
-        kept: newest version of the copies in memory that exists of all layers, to be kept until the
-            next one is complete; None: the version that the rank itself knows, if any.
+        kept: version of the copies in memory that is to be kept until the next one is complete: the
+            safest that has all layers; None: the version that the rank itself knows, if any.
         idle: predicted spans in which copies may be sent; empty: ranks first measure them in
             iterations without copies.
         put_off_s: longest time for which a rank puts off the commit at which the epoch begins while
