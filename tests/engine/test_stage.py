@@ -314,6 +314,20 @@ def test_a_save_of_other_trained_parameters_is_refused() -> None:
     frozen.load(same, age=1)  # As saves of older releases have it.
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_save_of_a_parameter_that_the_model_lacks_is_refused(
+    optimizer: str,
+) -> None:
+    """Its optimizer state has no place; each epoch would fail on it anew."""
+    training = replace(TRAINING, optimizer={"name": optimizer})
+    held = HeldLayer(0, nn.Linear(3, 2), training=training, tied=())
+    other = HeldLayer(0, nn.Linear(3, 2, bias=False), training=training, tied=())
+    _iteration(held, 0)
+
+    with pytest.raises(ConfigError, match="model = 'bias': the save has it, and the model does no"):
+        other.load(held.state(), age=1)
+
+
 def test_a_save_of_parameters_of_another_shape_is_refused() -> None:
     """Numbers were spread over the rows that came, as arithmetic of arrays does."""
     held = _held()

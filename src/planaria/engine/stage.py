@@ -298,7 +298,7 @@ class HeldLayer:
 
     def _refuse_other_parameters(self, state: State) -> None:
         """Refuses a state without a trained parameter, or with another shape of one, or with
-        another value of a frozen one."""
+        another value of a frozen one, or with one that the model lacks."""
         for name, parameter in self.parameters.items():
             saved = state.get(f"parameter/{name}")
             if saved is None and name in self.masters:
@@ -324,6 +324,13 @@ class HeldLayer:
                     "gives; export the save, and begin a new job with it as model.path"
                 )
                 raise ConfigError("model", name, remedy)
+        saved_names = {n.removeprefix("parameter/") for n in state if n.startswith("parameter/")}
+        if more := sorted(saved_names - self.parameters.keys()):
+            remedy = (
+                "the save has it, and the model does not; give the model that was saved, or begin "
+                "a new job"
+            )
+            raise ConfigError("model", more[0], remedy)
 
 
 def _cast_to_bfloat16(module: nn.Module, float32: Collection[str]) -> None:
