@@ -172,6 +172,24 @@ def test_what_will_be_sent_is_known_before_the_first_piece() -> None:
     assert turns[2].dealt == [[], [], []]
 
 
+def test_a_damaged_piece_before_a_layer_that_has_not_changed_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 gets layer 1 before layer 0, of which it answers nothing until layer 1 is there."""
+    with copying() as ranks:
+        for age in (5, 6):
+            for rank in ranks:
+                own = {n: state(n, age if n == 1 else 5) for n in OWN[rank.links.rank]}
+                rank.copier.begin(age, own)
+            for rank in ranks:
+                rank.copier.wait_ended()
+                rank.copier.complete()
+            damage_pieces(monkeypatch)
+
+        found = ranks[2].kept(6)
+        assert np.array_equal(found[1]["parameter/weight"], state(1, 6)["parameter/weight"])
+
+
 @pytest.mark.parametrize("is_spoilt", [False, True])
 def test_a_layer_that_has_not_changed_is_sent_to_whoever_lost_it(is_spoilt: bool) -> None:
     """Or whose memory lies by now."""

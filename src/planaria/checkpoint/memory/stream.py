@@ -312,11 +312,13 @@ class Copier:
         self._turns.deal([size for version in sent if version for size in self._sizes(version)])
         unanswered: dict[int, deque[_Unanswered]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
-            if layer not in unchanged or not self._offer_unchanged(target, layer, label):
-                self._send(target, layer, label, versions[layer], unanswered[target])
+            if layer in unchanged:  # The receiver answers nothing before it has earlier layers.
+                self._take_answers(target, unanswered[target])
+                if self._offer_unchanged(target, layer, label):
+                    continue
+            self._send(target, layer, label, versions[layer], unanswered[target])
         for target, messages in unanswered.items():
-            while messages:
-                self._take_answer(target, messages)
+            self._take_answers(target, messages)
 
     def _copy_own(self, label: Label, states: Mapping[int, State]) -> dict[int, Version | None]:
         """Copies this rank's layers; returns the copies by layer, None where memory is lacking."""
@@ -357,8 +359,8 @@ class Copier:
             unanswered.append(_Unanswered(answer_tag(label, layer, index), send, buffer=send()))
         # A chunk that is asked for again must come before those of the next layer. If that one goes
         # to another target, it needs the same sub-buffers.
-        while unanswered and self._chunks is not None:
-            self._take_answer(target, unanswered)
+        if self._chunks is not None:
+            self._take_answers(target, unanswered)
 
     def _sizes(self, version: Version) -> list[int]:
         """The bytes that each piece of a layer stands for."""
@@ -396,6 +398,11 @@ class Copier:
         self._turns.wait(target, stands_for or len(content))
         self._links.send(target, tag, content, virtual_bytes=stands_for)
         return -1
+
+    def _take_answers(self, target: int, unanswered: "deque[_Unanswered]") -> None:
+        """Waits until all messages to a receiver are answered, and sends damaged ones again."""
+        while unanswered:
+            self._take_answer(target, unanswered)
 
     def _take_answer(self, target: int, unanswered: "deque[_Unanswered]") -> None:
         """Waits for the receiver's answer to the oldest message; sends it again if it was damaged.
