@@ -121,6 +121,17 @@ def test_memory_that_was_reserved_is_what_versions_are_written_to(fd: int) -> No
     assert arena.num_bytes == reserved - 2 * small + large
 
 
+def test_nothing_is_reserved_for_a_layer_without_state(fd: int) -> None:
+    """As one whose parameters are all frozen; the layers after it are reserved all the same."""
+    arena = Arena(fd)
+    arena.reserve({0: 0, 1: 10_000}, is_over=never)
+    reserved = arena.num_bytes
+    for label in (OLD, NEW):
+        written(arena, 1, label)
+
+    assert arena.num_bytes == reserved > 0
+
+
 def test_a_first_version_without_optimizer_state_leaves_the_reserved_memory_as_it_is(
     fd: int,
 ) -> None:

@@ -160,7 +160,7 @@ class Arena:
         version of the layer whose memory is being made waits for it.
 
         Args:
-            sizes: approximate size of head and tensors, by layer.
+            sizes: approximate size of head and tensors, by layer; 0: it has no tensors.
             is_over: tells whether the rest is needed no more.
 
         Raises:
@@ -170,7 +170,8 @@ class Arena:
             for layer, num_bytes in sizes.items():
                 capacity = padded_size(num_bytes + num_bytes // _SPARE, mmap.ALLOCATIONGRANULARITY)
                 with self._changed:
-                    if self._num_extents(layer) >= num_versions:
+                    # An extent of no bytes cannot be mapped; the head alone needs no reservation.
+                    if not num_bytes or self._num_extents(layer) >= num_versions:
                         continue
                     self._check_available(layer, capacity)
                     extent = self._end, capacity
