@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -189,6 +190,30 @@ def test_copies_restore_under_any_other_plan(seed: int, num_plans: int, tmp_path
             for stage in restored(rng, ranks, epoch, tmp_path).values():
                 for layer, held in stage.layers.items():
                     assert_equal(held.state(), states[layer])
+
+
+def test_copies_that_are_being_sent_outlast_the_first_version_of_the_epoch(tmp_path: Path) -> None:
+    """Another version is to be kept, but what others still receive must not be overwritten. It is
+    dropped once an iteration is applied, which proves that all have their layers."""
+    plan = plain_plan(1, (Pipeline(template(1), (0,)),), (1,))
+    vector = Mock(**{"has_all_copies.return_value": True, "votes.uncopied": ()})
+    with nodes(tmp_path) as ranks:
+        rank, *_ = ranks
+        copied(ranks, plain_plan(0, (Pipeline(template(2), (0, 1)),), (1,)))
+        stage = rank.stage(seed=3)
+        trained(stage, plan.held_by_rank[0])
+        start = StartEpoch(
+            epoch=1, plan=plan, addresses={}, iteration=AGE, since=1, copied=LABEL, kept=None
+        )
+        begin_all([rank.links for rank in ranks], 1)
+        rank.copying.enter(start, stage, HostComm(rank.links, stage.device), is_planned=False)
+        assert _versions(rank) == plan.held_by_rank[0]
+
+        wait_until(lambda: rank.copying.votes(AGE) == (1, 0))
+        rank.copying.on_iteration_applied(vector, plan, age=AGE + 1, goes_on=True)
+        assert not _versions(rank)
+        rank.links.abort("the test is over", first_epoch=2)
+        rank.copying.leave()
 
 
 def assert_equal(found: State, expected: State) -> None:

@@ -60,6 +60,7 @@ class Copying:
         self._timeout_s = timeout_s
         self._arena = Arena(spec.copies_fd) if spec.copies_fd >= 0 else None
         self._complete_label: Label | None = None  # The newest version known to be complete.
+        self._sent_label: Label | None = None  # Layers of this one may still be on the wire.
         self._copier: Copier | None = None
         self._filler: Filler | None = None
         self._turns: Interleaving | None = None
@@ -106,6 +107,7 @@ class Copying:
         plan, rank, epoch = start.plan, self._spec.rank, start.epoch
         if not is_planned:
             self._complete_label = start.kept
+        self._hold_sent(self._arena, start.copied)
         own = set(plan.held_by_rank[rank]).difference(plan.silent.get(rank, ()))
         self._stage = stage
         self._epoch_ends = threading.Event()
@@ -144,6 +146,14 @@ class Copying:
             buffers.clear()
         if not unprotected:
             self._begin(start.iteration)
+
+    def _hold_sent(self, arena: Arena, label: Label | None) -> None:
+        """Keeps the version from which layers are being sent, in place of the one before it."""
+        if self._sent_label is not None:
+            arena.release(self._sent_label)
+        if label is not None:
+            arena.hold(label, layers=[n for n, those in arena.versions().items() if label in those])
+        self._sent_label = label
 
     def _reserve(self, sizes: Mapping[int, int]) -> None:
         """Has memory for two versions made, while training begins: it takes seconds for GBs."""
@@ -280,6 +290,8 @@ class Copying:
             goes_on: whether neither training nor the epoch ends here; if not, no version begins.
                 The job's last state gets no version: nothing in it would say that it is the last.
         """
+        if self._arena is not None:  # All ranks have their layers, or none would have a vector.
+            self._hold_sent(self._arena, None)
         if self._copier is None or age < self._first_age:
             return
         if self._copier.has_begun:
