@@ -284,7 +284,8 @@ class Job:
         if member is self._members[0]:
             self._code = 3 if code is None else code
             self._away_s = time.monotonic() if member.node_id else self._away_s
-        member.node_id, member.asked_s = "", time.monotonic()
+        member.asked_s = time.monotonic() if member.node_id else member.asked_s
+        member.node_id = ""
         return not member.is_done
 
     def _keep_one_on(self, node_id: str) -> None:
@@ -302,8 +303,8 @@ class Job:
     def _has_others_at_work(self, member: Member) -> bool:
         """Whether the trouble is that of one machine, and not, say, of the place of saves."""
         head, *others = (other for other in self._members if other is not member)
-        # Who runs for so long has not found its machine unfit this time.
-        late_s = time.monotonic() - PAUSE_S_MAX
+        # Who runs for longer than an unfit machine and its pause take has not found it unfit.
+        late_s = time.monotonic() - 2 * PAUSE_S_MAX
         is_at_work = any(
             other.is_running and (not other.num_unfit or other.began_s <= late_s)
             for other in others

@@ -464,3 +464,39 @@ def test_a_trouble_that_all_machines_of_ray_had_once_keeps_none_for_good(
 
     assert program["main"]() == 0
     assert len(started) == 5
+
+
+def test_a_place_in_ray_is_sought_anew_though_its_actor_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each failed call began the five minutes again."""
+    started = fake_ray(monkeypatch, head_ends_last=False, num_nodes=5, num_actors_max=1)
+    program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
+    runs: list[tuple[int, str]] = []
+
+    def end(rank: int) -> int:
+        runs.append((rank, current_node()))
+        return int(program["UNFIT"]) if current_node() == "node-1" and len(started) == 4 else 0
+
+    class Lost(FakeMachine):
+        def place(self, number: int) -> tuple[str, str, bool]:
+            if current_node() == "node-4":  # It is lost, and Ray has no other room.
+                raise ActorLost
+            return super().place(number)
+
+    wait = sys.modules["ray"].wait
+
+    def others_end_last(refs: list[FakeRef], **options: Any) -> object:
+        for ref in refs:
+            if ref.rank in (0, 2, 3):
+                ref.can_end = lambda: len(started) == 6 and (1, "node-1") in runs[2:]
+        return wait(refs, **options)
+
+    times_s = itertools.count(step=20)
+    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: float(next(times_s)))
+    monkeypatch.setattr(sys.modules["ray"], "wait", others_end_last)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__.update(Machine=Lost, time=clock)
+
+    assert program["main"]() == 0
+    assert [node for rank, node in runs if rank == 1] == ["node-1"] * 3
