@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -369,6 +370,37 @@ def test_an_unfit_machine_of_ray_is_asked_less_and_less_often(
     assert pauses == [10.0, 30.0, 70.0, 150.0, 300.0, 300.0, 300.0, 0.0]
 
 
+def run_program(
+    program: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    end: Callable[[int], int],
+    may_end: Callable[[int], Callable[[], bool] | None],
+    machine: type[FakeMachine] = FakeMachine,
+    step_s: int = 10,
+) -> int:
+    """The exit code of the program.
+
+    Args:
+        end: returns what a run of a rank returns.
+        may_end: returns what says whether the run of a rank may end now; None: it may.
+        step_s: seconds that pass between two looks at the clock.
+    """
+    wait = sys.modules["ray"].wait
+
+    def wait_for_some(refs: list[FakeRef], **options: Any) -> object:
+        for ref in refs:
+            ref.can_end = may_end(ref.rank) or ref.can_end
+        return wait(refs, **options)
+
+    times_s = itertools.count(step=step_s)
+    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: float(next(times_s)))
+    monkeypatch.setattr(sys.modules["ray"], "wait", wait_for_some)
+    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
+    program["main"].__globals__.update(Machine=machine, time=clock)
+    return int(program["main"]())
+
+
 @pytest.mark.parametrize(("rank", "num_nodes"), [(1, 5), (3, 5), (1, 4), (3, 4)])
 def test_another_machine_of_ray_takes_the_place_of_an_unfit_one(
     rank: int, num_nodes: int, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +411,6 @@ def test_another_machine_of_ray_takes_the_place_of_an_unfit_one(
     started = fake_ray(monkeypatch, head_ends_last=False, num_nodes=num_nodes, num_actors_max=1)
     program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
     runs: list[tuple[int, str]] = []
-    wait = sys.modules["ray"].wait
     unfit = f"node-{rank}"
 
     def end(own_rank: int) -> int:
@@ -389,19 +420,13 @@ def test_another_machine_of_ray_takes_the_place_of_an_unfit_one(
             return int(program["UNFIT"])
         return 3 if [own_rank for own_rank, _ in runs].count(rank) == 3 else 0
 
-    def others_end_last(refs: list[FakeRef], **options: Any) -> object:
-        for ref in refs:
-            if ref.rank in {0, 1, 2, 3} - {rank}:
-                ref.can_end = lambda: [own_rank for own_rank, _ in runs].count(rank) == 4
-        return wait(refs, **options)
+    def may_end(own_rank: int) -> Callable[[], bool] | None:
+        others = {0, 1, 2, 3} - {rank}
+        if own_rank not in others:
+            return None
+        return lambda: [each for each, _ in runs].count(rank) == 4
 
-    times_s = itertools.count(step=10)
-    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: float(next(times_s)))
-    monkeypatch.setattr(sys.modules["ray"], "wait", others_end_last)
-    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
-    program["main"].__globals__.update(Machine=FakeMachine, time=clock)
-
-    assert program["main"]() == 0
+    assert run_program(program, monkeypatch, end=end, may_end=may_end) == 0
     place = "node-4" if num_nodes == 5 else unfit
     assert [node for own_rank, node in runs if own_rank == rank] == [unfit, unfit, place, place]
     # A machine is not given back for an end that is no fault of its own.
@@ -413,23 +438,15 @@ def test_machines_of_ray_that_are_all_unfit_are_kept(monkeypatch: pytest.MonkeyP
     started = fake_ray(monkeypatch, head_ends_last=False, num_nodes=10)
     program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
     num_runs = Counter[int]()
-    wait = sys.modules["ray"].wait
 
     def end(rank: int) -> int:
         num_runs[rank] += 1
         return int(program["UNFIT"]) if rank and num_runs[rank] < 5 else 0
 
-    def head_ends_last(refs: list[FakeRef], **options: Any) -> object:
-        for ref in refs:
-            if ref.rank == 0:
-                ref.can_end = lambda: num_runs.total() == 15
-        return wait(refs, **options)
+    def may_end(rank: int) -> Callable[[], bool] | None:
+        return None if rank else lambda: num_runs.total() == 15
 
-    monkeypatch.setattr(sys.modules["ray"], "wait", head_ends_last)
-    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
-    program["main"].__globals__.update(Machine=FakeMachine, PAUSE_S=0.0)
-
-    assert program["main"]() == 0
+    assert run_program(program, monkeypatch, end=end, may_end=may_end) == 0
     assert len(started) == 4
 
 
@@ -440,7 +457,6 @@ def test_a_trouble_that_all_machines_of_ray_had_once_keeps_none_for_good(
     started = fake_ray(monkeypatch, head_ends_last=False, num_nodes=5, num_actors_max=1)
     program = runpy.run_path(str(CLUSTERS / "cluster_ray.py"))
     runs: list[tuple[int, str]] = []
-    wait = sys.modules["ray"].wait
 
     def num_runs(rank: int) -> int:
         return [own_rank for own_rank, _ in runs].count(rank)
@@ -450,19 +466,11 @@ def test_a_trouble_that_all_machines_of_ray_had_once_keeps_none_for_good(
         is_unfit = rank and (num_runs(rank) == 1 or current_node() == "node-1")
         return int(program["UNFIT"]) if is_unfit else 0
 
-    def others_end_last(refs: list[FakeRef], **options: Any) -> object:
-        for ref in refs:
-            if ref.rank in (0, 2, 3) and (not ref.rank or num_runs(ref.rank)):
-                ref.can_end = lambda: (1, "node-4") in runs
-        return wait(refs, **options)
+    def may_end(rank: int) -> Callable[[], bool] | None:
+        is_held = rank in (0, 2, 3) and (not rank or num_runs(rank))
+        return (lambda: (1, "node-4") in runs) if is_held else None
 
-    times_s = itertools.count(step=100)
-    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: float(next(times_s)))
-    monkeypatch.setattr(sys.modules["ray"], "wait", others_end_last)
-    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
-    program["main"].__globals__.update(Machine=FakeMachine, time=clock)
-
-    assert program["main"]() == 0
+    assert run_program(program, monkeypatch, end=end, may_end=may_end, step_s=100) == 0
     assert len(started) == 5
 
 
@@ -484,19 +492,11 @@ def test_a_place_in_ray_is_sought_anew_though_its_actor_cannot_be_asked(
                 raise ActorLost
             return super().place(number)
 
-    wait = sys.modules["ray"].wait
+    def may_end(rank: int) -> Callable[[], bool] | None:
+        if rank not in (0, 2, 3):
+            return None
+        return lambda: len(started) == 6 and (1, "node-1") in runs[2:]
 
-    def others_end_last(refs: list[FakeRef], **options: Any) -> object:
-        for ref in refs:
-            if ref.rank in (0, 2, 3):
-                ref.can_end = lambda: len(started) == 6 and (1, "node-1") in runs[2:]
-        return wait(refs, **options)
-
-    times_s = itertools.count(step=20)
-    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: float(next(times_s)))
-    monkeypatch.setattr(sys.modules["ray"], "wait", others_end_last)
-    monkeypatch.setattr(FakeMachine, "run_of", staticmethod(end))
-    program["main"].__globals__.update(Machine=Lost, time=clock)
-
-    assert program["main"]() == 0
+    code = run_program(program, monkeypatch, end=end, may_end=may_end, machine=Lost, step_s=20)
+    assert code == 0
     assert [node for rank, node in runs if rank == 1] == ["node-1"] * 3
