@@ -150,7 +150,8 @@ def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: 
     is_new = event.epoch < 0
     is_over = not is_new and event.epoch not in state.epochs and state.phase not in _LEAVING
     if event.blame == "job":
-        if state.stop.failure is not None and (is_over or crash.key == _key(state.stop.failure)):
+        failed = state.stop.failure
+        if failed and (is_over or crash.key == _key(failed) or _is_saved_by_others(state, crash)):
             return state, ()
         return _fail_job(state, rules, event, reason="the code in a worker raised", now_s=now_s)
     troubles = state.troubles
@@ -249,6 +250,8 @@ def _on_crash(
 ) -> Step:
     """Begins the next epoch, with or without the node, or ends the job."""
     state = _with_crash(state, crash)
+    if _is_saved_by_others(state, crash):
+        return state, ()
     if step := _end_or_evict(rules, state, crash, text, failure, now_s):
         return step
     kind = LossKind.STALL if crash.raised.error == _STALL else LossKind.CRASH
@@ -297,8 +300,22 @@ def _end_or_evict(
             rules, state, LossKind.LOST, (node,), reason=times, now_s=now_s, raised=raised
         )
     if is_often:  # The job has failed, and this rank cannot save its layers.
-        return _end_unsaved(state, text)
+        return _without_answer(rules, state, crash) or _end_unsaved(state, text)
     return None
+
+
+def _without_answer(rules: Rules, state: JobState, crash: Crash) -> Step | None:
+    """Goes on as if the rank held nothing; None if others may not hold all, or it is too late."""
+    is_covered = not missing_without(rules, state, -1, held=_sure_layers(state, crash))
+    if state.phase not in _LEAVING or not is_covered:
+        return None
+    return _with_empty_answers(state, [crash.rank]), ()
+
+
+def _sure_layers(state: JobState, crash: Crash) -> dict[int, range]:
+    """The layers that each rank surely holds, without ranks that have crashed."""
+    sure = sure_holders(state).difference(state.troubles.raised, (crash.rank,))
+    return {rank: layers for rank, layers in state.plan.layers_by_rank.items() if rank in sure}
 
 
 def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now_s: float) -> Step:
@@ -308,17 +325,15 @@ def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now
     for its own. If that rank crashes once more, it alone is left out, or the node if only that rank
     may hold some layers.
     """
-    sure = sure_holders(state).difference(state.troubles.raised, (crash.rank,))
-    held = {rank: layers for rank, layers in state.plan.layers_by_rank.items() if rank in sure}
+    held = _sure_layers(state, crash)
     mine = [other for other in state.troubles.crashes if other.rank == crash.rank]
     num_alike = sum(other.raised.error == crash.raised.error for other in mine)
     was_asked = bool(state.stop.must_end) and num_alike > CRASHES_MAX
-    is_out = was_asked or not missing_without(rules, state, crash.node, held=held)
+    if was_asked and (step := _without_answer(rules, state, crash)):
+        return step
     is_covered = not missing_without(rules, state, -1, held=held)
-    if was_asked and state.phase in _LEAVING and is_covered:
-        return _with_empty_answers(state, [crash.rank]), ()
-    if was_asked and writers(state) and crash.rank not in writers(state):
-        return state, ()
+    is_needed = bool(missing_without(rules, state, crash.node, held=held))
+    is_out = not is_needed or (was_asked and not is_covered)
     stop = replace(state.stop, is_requested=True, must_end=state.stop.must_end or reason)
     return begin_recovery(
         rules,
@@ -330,6 +345,13 @@ def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now
         node=crash.node,
         raised=crash.raised,
     )
+
+
+def _is_saved_by_others(state: JobState, crash: Crash) -> bool:
+    """Whether the job's last save needs nothing of the rank, and neither does the job after it."""
+    decision, loss = state.facts.decision, state.facts.loss
+    is_last = decision is not None and isinstance(decision.order, SaveLayers)
+    return is_last and crash.rank not in writers(state) and not (loss and loss.is_waiting)
 
 
 def _with_crash(state: JobState, crash: Crash) -> JobState:

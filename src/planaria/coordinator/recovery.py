@@ -185,10 +185,9 @@ def replaceable_workers(state: JobState) -> dict[int, int]:
 
 def sure_holders(state: JobState) -> frozenset[int]:
     """The ranks that surely hold all layers that the plan of the ending epoch gives them."""
-    if state.phase in (Phase.RECORDING, Phase.STOPPING):
+    if state.phase not in (Phase.STARTING, Phase.TRAINING):
         return state.facts.holding
-    is_sure = state.phase in (Phase.STARTING, Phase.TRAINING, Phase.SAVING)
-    return frozenset(state.facts.ready) if is_sure and state.change is None else frozenset()
+    return frozenset(state.facts.ready) if state.change is None else frozenset()
 
 
 def _history(
@@ -520,12 +519,8 @@ def _save_then_end(
     is_begun = outcome.iteration > origin.iteration
     # Nothing was trained since the save or the seed.
     if ending and not is_begun and not origin.copied:
-        failed_or_lost = Ending.FAILED if state.stop.failure else Ending.LOST
-        return end_job(state, End(failed_or_lost, reason, state.stop.failure))
-    if state.saves.newest_iteration >= outcome.iteration:
-        layers: dict[int, tuple[int, ...]] = {}
-    else:
-        layers = _writers(held)
+        return end_job(state, End(Ending(ending), reason, state.stop.failure))
+    layers = {} if state.saves.newest_iteration >= outcome.iteration else _writers(held)
     order = SaveLayers(
         epoch=state.epoch,
         iteration=outcome.iteration,
@@ -535,16 +530,20 @@ def _save_then_end(
         copied=None if is_begun else origin.copied,
     )
     decision = Decision(order=order, ending=ending, reason=reason, failure=state.stop.failure)
-    return _record_decision(state, outcome, decision)
+    mine = state.plan.layers_by_rank
+    holding = frozenset(r for r, layers in held.items() if layers.issuperset(mine.get(r, ())))
+    return _record_decision(state, outcome, decision, holding)
 
 
-def _record_decision(state: JobState, outcome: Outcome, decision: Decision) -> Step:
-    """Records where all go on, and how."""
+def _record_decision(
+    state: JobState, outcome: Outcome, decision: Decision, holding: frozenset[int] = frozenset()
+) -> Step:
+    """Records where all go on, and how; `holding` as in the facts of the epoch."""
     state = replace(
         state,
         phase=Phase.DECIDING,
         commits=replace(state.commits, outcome=outcome),
-        facts=replace(state.facts, decision=decision),
+        facts=replace(state.facts, decision=decision, holding=holding),
     )
     return state, (RecordDecision(outcome, decision),)
 

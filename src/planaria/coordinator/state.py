@@ -125,7 +125,8 @@ class EpochFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         loss: event that this epoch, or one that it was switched from, recovers from; None in the
             first epoch.
-        holding: ranks that surely hold what the plan gives them, in an epoch not yet decided.
+        holding: ranks that surely hold what the plan gives them, in an epoch that is not decided,
+            or that only saves the layers; empty if another plan was decided on.
         answers: answers to this epoch's order to stop, by rank.
         decision: decision of this epoch; None: there is none yet.
         ready: ranks that have begun this epoch, with their reports.
