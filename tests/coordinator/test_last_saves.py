@@ -1,0 +1,191 @@
+"""Crashes during the last save of a job that ends."""
+
+from typing import TypeVar
+
+import pytest
+from msgspec import structs
+
+from helpers.coordinated import (
+    FIRST,
+    after,
+    iteration_report,
+    of_type,
+    save_report,
+    small_rules,
+    stop_report,
+    training_of_four_ranks,
+    worker_exit,
+    worker_failure,
+    worker_of_four,
+)
+from planaria.coordinator.commands import (
+    Command,
+    DecisionRecorded,
+    End,
+    Evict,
+    MembersRecorded,
+    MustEnd,
+    Published,
+)
+from planaria.coordinator.frozen import replace
+from planaria.coordinator.state import Crash, JobState, Phase
+from planaria.coordinator.step import Event
+from planaria.core.kinds import Ending
+from planaria.core.messages import Raised, SaveLayers, WorkerExited, WorkerFailed
+
+RULES = small_rules(n0=1, when_below="stop")
+GPU_LOST = Raised(error="RuntimeError: CUDA error", first_layer=0, end_layer=1)
+
+
+Crashed = TypeVar("Crashed", WorkerExited, WorkerFailed)
+
+
+def on_node_1(crash: Crashed) -> Crashed:
+    return structs.replace(crash, node=1)
+
+
+NEW_WORKER_CRASHES = [
+    on_node_1(worker_failure(4, GPU_LOST, epoch=-1, pid=90)),
+    on_node_1(worker_failure(4, GPU_LOST, epoch=1, pid=90)),
+    on_node_1(worker_exit(4, pid=90)),
+    on_node_1(worker_exit(4, pid=90, stalled=True)),
+]
+
+
+def answers(state: JobState, *, without: int) -> list[Event]:
+    """All ranks hold what the plan gives them, but for one that holds nothing."""
+    held = {rank: tuple(layers) for rank, layers in state.plan.layers_by_rank.items()}
+    held[without] = ()
+    return [
+        stop_report(rank, state.epoch, layers=layers, age=FIRST + 1, last=FIRST)
+        for rank, layers in held.items()
+    ]
+
+
+def until_decided(state: JobState) -> JobState:
+    """A job that must end has lost the worker of rank 4, and has decided to save its layers."""
+    events: list[Event] = [
+        MustEnd("the disk is full"),
+        on_node_1(worker_exit(4)),
+        worker_of_four(4, pid=90),
+        MembersRecorded(1),
+    ]
+    state, _ = after(state, events, RULES)
+    state, _ = after(state, answers(state, without=4), RULES)
+    assert state.phase is Phase.DECIDING
+    return state
+
+
+def saved(commands: list[Command], epoch: int) -> list[Event]:
+    """All that the ranks and the disk say of the last save."""
+    (order,) = of_type(commands, SaveLayers)
+    reports: list[Event] = [
+        save_report(rank, order.iteration, epoch=epoch, layers=layers)
+        for rank, layers in order.layers.items()
+    ]
+    return [*reports, Published(order.iteration, epoch)]
+
+
+@pytest.mark.parametrize("crash", NEW_WORKER_CRASHES)
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_crash_of_a_rank_that_writes_nothing_does_not_disturb_the_last_save(
+    crash: WorkerFailed | WorkerExited, *, is_told: bool
+) -> None:
+    """The save began again in another epoch."""
+    state = until_decided(training_of_four_ranks(RULES))
+    events: list[Event] = [DecisionRecorded(1), crash] if is_told else [crash, DecisionRecorded(1)]
+    state, commands = after(state, events, RULES)
+    assert (state.phase, state.epoch) == (Phase.SAVING, 1)
+    state, commands = after(state, saved(commands, 1), RULES)
+
+    (end,) = of_type(commands, End)
+    assert end == End(Ending.LOST, "the disk is full")
+
+
+@pytest.mark.parametrize("crash", NEW_WORKER_CRASHES)
+def test_a_job_with_nothing_to_save_ends_though_a_worker_crashes(
+    crash: WorkerFailed | WorkerExited,
+) -> None:
+    """All is on disk already."""
+    state = training_of_four_ranks(RULES)
+    state = replace(state, saves=replace(state.saves, versions=((FIRST + 1, "a save"),)))
+    state, commands = after(until_decided(state), [crash, DecisionRecorded(1)], RULES)
+
+    (order,) = of_type(commands, SaveLayers)
+    assert not order.layers
+    assert of_type(commands, End) == [End(Ending.LOST, "the disk is full")]
+
+
+def test_a_failed_job_is_saved_though_the_error_comes_again_in_a_rank_that_writes_nothing() -> None:
+    """Its new worker ran the same code, and the job ended unsaved."""
+    state = training_of_four_ranks(RULES)
+    failure = structs.replace(worker_failure(1, GPU_LOST, epoch=0, blame="job"), node=0)
+    events: list[Event] = [iteration_report(0, FIRST, epoch=0), on_node_1(worker_exit(4))]
+    events += [worker_of_four(4, pid=90), failure, MembersRecorded(1)]
+    state, _ = after(state, events, RULES)
+    state, _ = after(state, answers(state, without=4), RULES)
+    again: list[Event] = [
+        on_node_1(worker_failure(4, GPU_LOST, epoch=epoch, pid=90, blame="job"))
+        for epoch in (-1, 1)
+    ]
+    state, commands = after(state, [again[0], DecisionRecorded(1), again[1]], RULES)
+    assert state.phase is Phase.SAVING
+    state, commands = after(state, saved(commands, 1), RULES)
+
+    (end,) = of_type(commands, End)
+    assert end.ending is Ending.FAILED
+    assert "not saved" not in end.reason
+
+
+def test_a_failed_job_is_saved_by_others_if_new_workers_of_a_rank_end_at_once() -> None:
+    """The third of them ended the job, unsaved."""
+    state = training_of_four_ranks(RULES)
+    failure = structs.replace(worker_failure(1, GPU_LOST, epoch=0, blame="job"), node=0)
+    events: list[Event] = [iteration_report(0, FIRST, epoch=0), failure]
+    events += [on_node_1(worker_exit(4, pid=pid)) for pid in (54, 91, 92)]
+    state, commands = after(state, events, RULES)
+    assert not of_type(commands, End)
+    epoch = state.epoch
+    told = answers(state, without=4)
+    state, commands = after(state, [MembersRecorded(epoch), *told[:4], *told[5:]], RULES)
+    assert state.phase is Phase.DECIDING
+    state, commands = after(state, [DecisionRecorded(epoch)], RULES)
+    state, commands = after(state, saved(commands, epoch), RULES)
+
+    (end,) = of_type(commands, End)
+    assert end.ending is Ending.FAILED
+    assert "not saved" not in end.reason
+
+
+def test_an_unfit_machine_stays_for_its_sound_workers_if_another_one_crashes_in_a_save() -> None:
+    """The new worker of rank 1 holds nothing, so that rank 5 alone has its layers. Rank 4 writes
+    some of what rank 0 holds, too. When it crashed, the node left, and nothing was saved."""
+    state = training_of_four_ranks(RULES)
+    crashes = tuple(Crash(1, 4, pid, -1, Raised(error="SIGKILL"), "hot") for pid in (10, 11))
+    state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    exits = [worker_exit(1), worker_exit(4)]
+    events: list[Event] = [structs.replace(word, node=word.rank // 4) for word in exits]
+    events += [worker_of_four(1, pid=90), worker_of_four(4, pid=91)]
+    state, _ = after(state, events, RULES)
+    assert state.stop.must_end
+    state, _ = after(state, [MembersRecorded(state.epoch)], RULES)
+    # The copies of the agent on node 1 gave rank 4 its layers again.
+    state, _ = after(state, answers(state, without=1), RULES)
+    epoch = state.epoch
+    state, commands = after(state, [DecisionRecorded(epoch)], RULES)
+    assert state.phase is Phase.SAVING
+    (order,) = of_type(commands, SaveLayers)
+    assert {4, 5} <= set(order.layers)
+    state, commands = after(state, [on_node_1(worker_exit(4, pid=91))], RULES)
+    assert not of_type(commands, Evict)
+    assert state.nodes == (0, 1)
+    state, _ = after(state, [MembersRecorded(epoch + 1)], RULES)
+    held = [one for one in answers(state, without=4) if getattr(one, "rank", 1) != 1]
+    state, commands = after(
+        state, [stop_report(1, epoch + 1), *held, DecisionRecorded(epoch + 1)], RULES
+    )
+
+    (order,) = of_type(commands, SaveLayers)
+    assert {layer for layers in order.layers.values() for layer in layers} == set(
+        range(RULES.num_layers)
+    )
