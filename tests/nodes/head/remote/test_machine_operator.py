@@ -132,6 +132,46 @@ async def test_a_request_counts_from_the_newest_loss_of_its_machine(tmp_path: Pa
 
 
 @runs
+async def test_each_of_two_machines_at_one_address_is_asked_for(tmp_path: Path) -> None:
+    """One request was made for both, in place of the first that was lost."""
+    platform = Asked()
+    async with arriving_machines(tmp_path) as head:
+        asks = operator(head, platform)
+        lines = [await head.join(name) for name in ("first", "second")]
+        for node, line in enumerate(lines):
+            head.start(node)
+            await line.wait(NodeRequested)
+        for line in lines:
+            line.reset()
+        await wait_until(lambda: not head.machines.connected)
+        asks.on_coordinator_message(gone(0))
+        asks.on_coordinator_message(gone(1))
+        await wait_until(lambda: len(platform.lost) == 2)
+
+        assert {lost.name for lost in platform.lost} == {"first", "second"}
+
+
+@runs
+async def test_a_machine_lost_anew_has_time_to_come_back_after_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had been back during the pause, and was asked for the moment that it was lost again."""
+    monkeypatch.setattr(machine_operator, "_AGAIN_S", 0.2)
+    platform = Asked(num_refusals=1)
+    async with arriving_machines(tmp_path) as head:
+        asks = operator(head, platform)
+        await lose_machine(head)
+        asks.on_coordinator_message(gone(0))
+        await wait_until(lambda: any("no quota" in note for note in head.notes))
+        asks._return_s = NEVER_S
+        asks._nodes.clear()
+        asks.on_coordinator_message(gone(0))
+        await asyncio.sleep(0.5)
+
+        assert not platform.lost
+
+
+@runs
 async def test_a_machine_that_comes_back_is_not_asked_for(tmp_path: Path) -> None:
     """Its node alone was lost, or its agent was started again."""
     platform = Asked()

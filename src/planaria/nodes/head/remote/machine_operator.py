@@ -79,6 +79,7 @@ def open_platform(
     return CommandPlatform(text, head=heads[0], environment=environment)
 
 
+_Key = tuple[str, str]  # Name and address of a lost machine.
 # Works on the machine of a node.
 _Work = Callable[[int, MachineHandle], Coroutine[Any, Any, None]]
 
@@ -111,8 +112,8 @@ class MachineOperator:
         self._return_s = return_s
         self._nodes: set[int] = set()
         self._unfit: set[int] = set()  # Nodes whose machines are unfit.
-        self._asking: dict[str, asyncio.Task[None]] = {}  # By address of the lost machine.
-        self._lost: dict[str, LostMachine] = {}  # The newest loss at each of these addresses.
+        self._asking: dict[_Key, asyncio.Task[None]] = {}
+        self._lost: dict[_Key, LostMachine] = {}  # The newest loss of each of these machines.
         self._working: dict[tuple[str, int], asyncio.Task[None]] = {}
         # The platform's verdicts on machines, by name, and when it gave them.
         self._verdicts: dict[str, tuple[str, float]] = {}
@@ -129,14 +130,13 @@ class MachineOperator:
                     "it, because it was lost with the head before"
                 )
                 continue
-            host = machine.facts.host
             lost = self._lost_machine(machine, node, is_leaving=not are_lost)
-            asked = self._lost.setdefault(host, lost)
-            if asked.name == lost.name and not asked.is_leaving:
-                self._lost[host] = lost
-            if host not in self._asking:
-                task = self._asking[host] = asyncio.create_task(self._ask(host))
-                task.add_done_callback(partial(self._on_answer, host))
+            key = (lost.name, lost.host)
+            if not self._lost.setdefault(key, lost).is_leaving:
+                self._lost[key] = lost
+            if key not in self._asking:
+                task = self._asking[key] = asyncio.create_task(self._ask(key))
+                task.add_done_callback(partial(self._on_answer, key))
 
     def on_coordinator_message(self, message: ToLauncher) -> None:
         """See CloudOperator."""
@@ -158,28 +158,29 @@ class MachineOperator:
             lost_s=time.monotonic(),
         )
 
-    def _on_answer(self, host: str, task: asyncio.Task[None]) -> None:
-        self._asking.pop(host, None)
-        self._lost.pop(host, None)
+    def _on_answer(self, key: _Key, task: asyncio.Task[None]) -> None:
+        self._asking.pop(key, None)
+        lost = self._lost.pop(key)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("no machine could be asked for", exc_info=error)
-            self.note(f"no machine could be asked for in place of {host}: {error!r}")
+            self.note(f"no machine could be asked for in place of {lost.host}: {error!r}")
 
-    async def _ask(self, host: str) -> None:
+    async def _ask(self, key: _Key) -> None:
         """Asks for a machine until the platform has taken the request, or the lost one is back."""
-        while not (lost := self._lost[host]).is_leaving:
+        pauses_s = _pauses_s()
+        while True:
+            lost = self._lost[key]  # It may be lost once more meanwhile.
             left_s = lost.lost_s + self._return_s - time.monotonic()
-            if left_s <= 0.0:
-                break
-            await asyncio.sleep(left_s)
-        for pause_s in _pauses_s():
-            lost = self._lost[host]  # It may be lost once more meanwhile.
+            if not lost.is_leaving and left_s > 0.0:
+                await asyncio.sleep(left_s)
+                continue
             if not lost.is_leaving and self._is_back(lost):
                 return
             try:
                 ask = partial(self._platform.ask_for_machine, lost)
                 text = await answer_of_thread(ask, name="operator")
             except OSError as error:
+                pause_s = next(pauses_s)
                 self.note(
                     f"no machine can be asked for in place of {lost.name} ({lost.host}): {error}; "
                     f"asking again in {pause_s:.0f} s"
