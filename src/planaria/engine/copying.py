@@ -80,15 +80,12 @@ class Copying:
         """The states of those of `layers` of which this node keeps a copy of version `label`.
 
         Raises:
-            CheckpointError: a copy differs from what was written; it is dropped.
+            CheckpointError: copies differ from what was written; they are dropped.
         """
         if self._arena is None or label is None:
             return {}
-        return {
-            layer: state_of(self._arena.read(layer, label))
-            for layer, labels in self._arena.versions().items()
-            if layer in layers and label in labels
-        }
+        versions = self._arena.read_all(label, layers=layers)
+        return {layer: state_of(version) for layer, version in versions.items()}
 
     # -- in an epoch ------------------------------------------------------------------------------
 

@@ -255,6 +255,23 @@ class Arena:
             raise CheckpointError(f"{what} has changed since it was written")
         return version
 
+    def read_all(self, label: Label, *, layers: Collection[int]) -> dict[int, Version]:
+        """Those of the layers that have a whole version of this label, as `read`.
+
+        All are checked before an error is raised: whatever spoilt one may have spoilt others.
+        """
+        versions: dict[int, Version] = {}
+        errors: list[CheckpointError] = []
+        for layer, labels in self.versions().items():
+            if layer in layers and label in labels:
+                try:
+                    versions[layer] = self.read(layer, label)
+                except CheckpointError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        return versions
+
     def drop(self, version: Version) -> None:
         """Drops a version, if it still exists."""
         with self._changed:

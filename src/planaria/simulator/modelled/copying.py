@@ -85,15 +85,22 @@ class SimulatedCopying:
         self._error: Exception | None = None
 
     def states(self, layers: Collection[int], label: Label | None) -> dict[int, int]:
-        """The states of those of some layers that have a copy of a version."""
-        if label is None:
-            return {}
-        held_copies = [
-            (n, label_here)
-            for n, label_here in self.memory.contents
-            if n in layers and label_here == label
-        ]
-        return {layer: self.memory.read(layer, label) for layer, _ in held_copies}
+        """The states of those of some layers that have a copy of a version.
+
+        Raises:
+            CheckpointError: copies were spoilt; all of these are dropped.
+        """
+        states: dict[int, int] = {}
+        errors: list[CheckpointError] = []
+        for layer, label_here in list(self.memory.contents):
+            if layer in layers and label_here == label:
+                try:
+                    states[layer] = self.memory.read(layer, label_here)
+                except CheckpointError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        return states
 
     def begin_epoch(self, start: StartEpoch, contents: Contents, *, is_planned: bool) -> None:
         """Begins an epoch and its first version."""
