@@ -77,3 +77,24 @@ def test_a_disk_that_hangs_writes_once_it_goes_on() -> None:
 
     assert before == []
     assert owner.heard == ["a/b/c is written", "a/b/c is kept"]
+
+
+def test_leases_go_by_the_clock_of_the_process_that_is_left() -> None:
+    """It stood still while another one began, whose clock was ahead, and that one was killed."""
+    owner = _Owner()
+
+    async def grant() -> None:
+        await owner.store.grant_each(["a/b/c"], 3.0)
+
+    owner.process.spawn(grant())
+    owner.run(1.0)
+    other = Process(owner.loop, "other", place=-2, on_error=owner._failed)
+    owner.disk.open(other, owner._refused, lease_now_s=lambda: 1000.0)
+    other.kill()
+    owner.disk.crash()
+
+    due_s = owner.process.now_s + 3.0
+    assert owner.store.next_deadline_s == due_s
+    owner.process.spawn(owner.store.expire())
+    owner.run(2.0)
+    assert owner.store.next_deadline_s == due_s

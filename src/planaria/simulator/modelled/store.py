@@ -102,6 +102,7 @@ class SimulatedDisk:
         self._on_write = on_write
         self._durable = StoreState(history_max=model.history_max)
         self._store = EmbeddedStore(self, now_s=lambda: 0.0)
+        self._clocks: list[tuple[Process, Callable[[], float]]] = []  # Of processes that opened it.
         self._writing: list[Change] = []
         self._unwritten: list[Change] = []
         self._waiting: list[tuple[int, Future[None]]] = []
@@ -122,6 +123,7 @@ class SimulatedDisk:
             lease_now_s: clock of the leases in that process.
         """
         self._process, self._on_refusal = process, on_refusal
+        self._clocks.append((process, lease_now_s))
         self._store.set_clock(lease_now_s)
         return self._store
 
@@ -138,6 +140,10 @@ class SimulatedDisk:
         self._writing, self._unwritten = [], []
         self._waiting.clear()
         self._store.recover()
+        # An earlier process that stood still, and was to be replaced, may still go on.
+        self._clocks = [(process, now_s) for process, now_s in self._clocks if process.is_alive]
+        if self._clocks:
+            self._store.set_clock(self._clocks[-1][1])
 
     def fill(self) -> None:
         """Fills the disk: no write, the current one included, succeeds any more."""
