@@ -288,6 +288,21 @@ def test_copies_that_are_lost_before_anybody_has_them_back_are_nothing_to_go_bac
     assert (event.saved.iteration, event.saved.source, event.saved.copied) == (FIRST, SOURCE, None)
 
 
+def test_older_copies_count_if_those_that_all_went_back_to_are_lost_first() -> None:
+    """The newest ones were on one node. The job ended, and another node had all that led to them,
+    since nobody had been told to drop it."""
+    rules = replace(rules_with(n0=1), source="")
+    older, newest = dict.fromkeys(range(NUM_LAYERS), (OLDER,)), copies_of(BOTH)
+    state, outcome, _ = decided(rules, [answers(1, 2, older), answers(3, 2, newest)])
+    assert outcome.origin.copied == NEWEST
+    events: list[Event] = [DecisionRecorded(2), node_loss(3), MembersRecorded(3)]
+    state, commands = after(state, [*events, answers(1, 3, older)], rules)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert record.outcome.origin == Origin(iteration=OLDER.age, source="", epoch=3, copied=OLDER)
+    assert record.decision.order.copied == OLDER
+
+
 def test_a_spoilt_copy_of_an_older_epoch_is_old_news() -> None:
     """It has been answered."""
     rules = rules_with()

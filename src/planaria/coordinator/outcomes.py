@@ -76,6 +76,26 @@ def held_layers(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, fr
     }
 
 
+def settled_holders(
+    state: JobState, outcome: Outcome, held: Mapping[int, frozenset[int]]
+) -> frozenset[int]:
+    """The ranks that hold what the plan gives them, and need no optimizer step for that.
+
+    Args:
+        held: the layers that each rank has, or will have, at the outcome.
+    """
+    plan = state.plan.layers_by_rank
+    return frozenset(
+        rank
+        for rank, layers in held.items()
+        if all(
+            layer in layers
+            and state.facts.answers[rank].ages.get(layer, outcome.iteration) == outcome.iteration
+            for layer in plan.get(rank, ())
+        )
+    )
+
+
 def _live_layers(answer: Stopped, iteration: int) -> frozenset[int]:
     return frozenset(
         layer
@@ -89,8 +109,12 @@ def _copied_layers(answer: Stopped, origin: Origin) -> frozenset[int]:
 
 
 def newest_copies(rules: Rules, state: JobState) -> Label | None:
-    """The newest version of which members have copies of all layers; None if there is none."""
-    versions = _versions(rules, state)
+    """The newest version of which members have copies of all layers; None if there is none.
+
+    Versions of which the one that the job went back to is made count, too: that one may be lost
+    before anybody has heard of it.
+    """
+    versions = _versions(rules, state, with_older=True)
     return max(versions, key=lambda label: (label.age, label.epoch), default=None)
 
 
@@ -104,7 +128,7 @@ def safest_copies(rules: Rules, state: JobState, *, most: float) -> Label | None
     Args:
         most: highest age that counts.
     """
-    whole = _versions(rules, state).items()
+    whole = _versions(rules, state, with_older=False).items()
     versions = {label: nodes for label, nodes in whole if label.age <= most}
     return max(
         versions,
@@ -113,22 +137,34 @@ def safest_copies(rules: Rules, state: JobState, *, most: float) -> Label | None
     )
 
 
-def _versions(rules: Rules, state: JobState) -> dict[Label, dict[int, set[int]]]:
+def _versions(
+    rules: Rules, state: JobState, *, with_older: bool
+) -> dict[Label, dict[int, set[int]]]:
     """The nodes that keep copies, by layer, of each version of which members have all layers.
 
     Copies from before the job went back belong to another history, except the version that it went
-    back to.
+    back to, and older ones of that version's history.
     """
     origin = state.commits.origin
     versions: dict[Label, dict[int, set[int]]] = {}
     for rank, answer in state.facts.answers.items():
         for layer, labels in answer.copies.items():
             for label in labels:
-                if label.since == origin.epoch or label == origin.copied:
+                if (
+                    label.since == origin.epoch
+                    or label == origin.copied
+                    or (with_older and _is_older(label, origin))
+                ):
                     nodes = versions.setdefault(label, {}).setdefault(layer, set())
                     nodes.add(rank // state.devices_per_node)
     num_layers = rules.num_layers
     return {label: nodes for label, nodes in versions.items() if len(nodes) == num_layers}
+
+
+def _is_older(label: Label, origin: Origin) -> bool:
+    """Whether the copies that all went back to are built on a version."""
+    copied = origin.copied
+    return copied is not None and label.since == copied.since and label.age <= copied.age
 
 
 def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | None:
@@ -162,7 +198,8 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
     if is_begun and _is_recorded(state):
         return None
     # The copies that the job went back to may be lost by now.
-    is_left = copied is None or (not is_begun and newest_copies(rules, state) is not None)
+    whole = _versions(rules, state, with_older=False)
+    is_left = copied is None or (not is_begun and bool(whole))
     is_gone = source in state.saves.spoilt or not is_left
     if saved is None and is_gone:
         return None

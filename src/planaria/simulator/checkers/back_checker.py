@@ -38,8 +38,10 @@ def newest_copy(cluster: SimulatedCluster, members: Iterable[int], origin: Origi
     """The age of the newest version of which members keep copies of all layers; 0: none.
 
     Args:
-        origin: origin on which the members' training is built; copies of others do not count.
+        origin: origin on which the members' training is built; copies of others do not count, but
+            for those that lead to the copies that it went back to.
     """
+    before = origin.copied
     layers: dict[Label, set[int]] = {}
     for node in members:
         for memory in cluster.agents[node].memories:
@@ -50,7 +52,10 @@ def newest_copy(cluster: SimulatedCluster, members: Iterable[int], origin: Origi
             label.age
             for label, copied_layers in layers.items()
             if len(copied_layers) == cluster.job.scenario.num_layers
-            and (label.since == origin.epoch or label == origin.copied)
+            and (
+                label.since == origin.epoch
+                or (before and label.since == before.since and label.age <= before.age)
+            )
         ),
         default=0,
     )
