@@ -18,6 +18,8 @@ from helpers.coordinated import (
     worker_failure,
     worker_of_four,
 )
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import shaped_plan
 from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
@@ -31,7 +33,8 @@ from planaria.coordinator.frozen import replace
 from planaria.coordinator.state import Crash, JobState, Phase
 from planaria.coordinator.step import Event
 from planaria.core.kinds import Ending
-from planaria.core.messages import Raised, SaveLayers, WorkerExited, WorkerFailed
+from planaria.core.messages import Abort, Raised, SaveLayers, WorkerExited, WorkerFailed
+from planaria.core.records import Warned
 
 RULES = small_rules(n0=1, when_below="stop")
 GPU_LOST = Raised(error="RuntimeError: CUDA error", first_layer=0, end_layer=1)
@@ -49,6 +52,7 @@ NEW_WORKER_CRASHES = [
     on_node_1(worker_failure(4, GPU_LOST, epoch=1, pid=90)),
     on_node_1(worker_exit(4, pid=90)),
     on_node_1(worker_exit(4, pid=90, stalled=True)),
+    on_node_1(worker_failure(4, GPU_LOST, epoch=-1, pid=90, blame="job")),
 ]
 
 
@@ -64,13 +68,10 @@ def answers(state: JobState, *, without: int) -> list[Event]:
 
 def until_decided(state: JobState) -> JobState:
     """A job that must end has lost the worker of rank 4, and has decided to save its layers."""
-    events: list[Event] = [
-        MustEnd("the disk is full"),
-        on_node_1(worker_exit(4)),
-        worker_of_four(4, pid=90),
-        MembersRecorded(1),
-    ]
+    exited = on_node_1(worker_exit(4))
+    events: list[Event] = [MustEnd("the disk is full"), exited, worker_of_four(4, pid=90)]
     state, _ = after(state, events, RULES)
+    state, _ = after(state, [MembersRecorded(state.epoch)], RULES)
     state, _ = after(state, answers(state, without=4), RULES)
     assert state.phase is Phase.DECIDING
     return state
@@ -96,10 +97,64 @@ def test_a_crash_of_a_rank_that_writes_nothing_does_not_disturb_the_last_save(
     events: list[Event] = [DecisionRecorded(1), crash] if is_told else [crash, DecisionRecorded(1)]
     state, commands = after(state, events, RULES)
     assert (state.phase, state.epoch) == (Phase.SAVING, 1)
+    (warning,) = of_type(commands, Warned)
+    assert warning.text.endswith("; the last save needs nothing of that rank")
+    assert not of_type(after(state, [crash], RULES)[1], Warned)  # Its agent repeats it.
     state, commands = after(state, saved(commands, 1), RULES)
 
     (end,) = of_type(commands, End)
     assert end == End(Ending.LOST, "the disk is full")
+
+
+def test_a_rank_that_raises_in_the_last_save_after_training_makes_way_at_once() -> None:
+    """Its device is broken, so it would only raise once more when it is asked what it holds."""
+    state = training_of_four_ranks(RULES)
+    reports = [iteration_report(rank, FIRST, epoch=0, ends=True) for rank in range(8)]
+    state, _ = after(state, reports, RULES)
+    assert state.phase is Phase.SAVING
+    raised = structs.replace(worker_failure(1, GPU_LOST, epoch=0), node=0)
+    _, commands = after(state, [raised, MembersRecorded(1)], RULES)
+
+    (abort,) = of_type(commands, Abort)
+    assert abort.replaced == {1: raised.pid}
+
+
+def test_a_rank_that_still_has_a_step_to_take_counts_for_nobody_in_the_last_save() -> None:
+    """Its optimizer step may raise, and then the rank that has made way was the only holder."""
+    state = until_decided(training_of_four_ranks(RULES))
+    assert state.facts.holding == set(range(8)) - {4}
+    state = training_of_four_ranks(RULES)
+    exited = on_node_1(worker_exit(4))
+    state, _ = after(state, [MustEnd("the disk is full"), exited, MembersRecorded(1)], RULES)
+    told = answers(state, without=4)
+    layers = tuple(state.plan.layers_by_rank[5])
+    told[5] = stop_report(5, 1, layers=layers, age=FIRST, complete=True, last=FIRST)
+    state, _ = after(state, told, RULES)
+
+    assert state.phase is Phase.DECIDING
+    assert state.facts.holding == set(range(8)) - {4, 5}
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_crashes_that_the_last_save_went_on_without_count_against_nobody(
+    *, has_failed: bool
+) -> None:
+    """The first crash of another rank of that node ended the job as failed, unsaved."""
+    state = training_of_four_ranks(RULES)
+    events: list[Event] = [iteration_report(0, FIRST, epoch=0)]
+    if has_failed:
+        failure = worker_failure(1, GPU_LOST, epoch=0, blame="job")
+        events.append(structs.replace(failure, node=0))
+    state = until_decided(after(state, events, RULES)[0])
+    kills: list[Event] = [on_node_1(worker_exit(4, pid=pid)) for pid in (90, 91, 92)]
+    epoch = state.epoch
+    state, _ = after(state, [*kills, DecisionRecorded(epoch)], RULES)
+    assert state.phase is Phase.SAVING
+    state, commands = after(state, [on_node_1(worker_exit(5))], RULES)
+
+    assert not of_type(commands, End)
+    assert (state.epoch, state.nodes) == (epoch + 1, (0, 1))
+    assert (state.stop.failure is not None) == has_failed
 
 
 @pytest.mark.parametrize("crash", NEW_WORKER_CRASHES)
@@ -181,11 +236,35 @@ def test_an_unfit_machine_stays_for_its_sound_workers_if_another_one_crashes_in_
     assert state.nodes == (0, 1)
     state, _ = after(state, [MembersRecorded(epoch + 1)], RULES)
     held = [one for one in answers(state, without=4) if getattr(one, "rank", 1) != 1]
-    state, commands = after(
+    last, commands = after(
         state, [stop_report(1, epoch + 1), *held, DecisionRecorded(epoch + 1)], RULES
     )
-
+    assert last.phase is Phase.SAVING
     (order,) = of_type(commands, SaveLayers)
     assert {layer for layers in order.layers.values() for layer in layers} == set(
         range(RULES.num_layers)
     )
+
+    # If its new worker has all from copies again, and crashes again, nothing more is tried.
+    events = [worker_of_four(4, pid=92), *answers(state, without=1), DecisionRecorded(epoch + 1)]
+    state, commands = after(state, events, RULES)
+    (order,) = of_type(commands, SaveLayers)
+    assert 4 in order.layers
+    _, commands = after(state, [on_node_1(worker_exit(4, pid=92))], RULES)
+    assert of_type(commands, Evict) == [Evict((1,))]
+
+
+def test_a_failed_job_that_loses_its_last_node_has_failed() -> None:
+    """It ended as lost, so whoever starts lost jobs again ran the same mistake again."""
+    made = small_rules(n0=1)
+    cluster = FakeCluster(made, shaped_plan((1,), 6))
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.is_saving_slow = True
+    cluster.fail(0, Raised(error="ValueError"), blame="job")
+    assert cluster.state.phase is Phase.SAVING
+    cluster.lose(0)
+
+    (end,) = of_type(cluster.commands, End)
+    assert (end.ending, end.reason) == (Ending.FAILED, "no node is left")
+    assert end.failure is not None

@@ -149,10 +149,13 @@ def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: 
     crash = Crash(event.node, event.rank, event.pid, event.epoch, raised)
     is_new = event.epoch < 0
     is_over = not is_new and event.epoch not in state.epochs and state.phase not in _LEAVING
+    text = _raised_text(event.rank, event.node, raised)
     if event.blame == "job":
         failed = state.stop.failure
-        if failed and (is_over or crash.key == _key(failed) or _is_saved_by_others(state, crash)):
+        if failed and (is_over or crash.key == _key(failed)):
             return state, ()
+        if _is_saved_by_others(state, crash):
+            return _ignore(state, crash, text)
         return _fail_job(state, rules, event, reason="the code in a worker raised", now_s=now_s)
     troubles = state.troubles
     is_replaced = troubles.replaced.get(event.rank) == event.pid  # The worker raised while ending.
@@ -168,9 +171,7 @@ def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: 
     if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
         # All ranks are leaving that epoch already.
         return _with_crash(state, crash), ()
-    return _on_crash(
-        rules, state, crash, _raised_text(event.rank, event.node, raised), event, now_s
-    )
+    return _on_crash(rules, state, crash, text, event, now_s)
 
 
 def is_awaited(state: JobState, event: WorkerReady) -> bool:
@@ -249,9 +250,9 @@ def _on_crash(
     rules: Rules, state: JobState, crash: Crash, text: str, failure: WorkerFailed, now_s: float
 ) -> Step:
     """Begins the next epoch, with or without the node, or ends the job."""
-    state = _with_crash(state, crash)
     if _is_saved_by_others(state, crash):
-        return state, ()
+        return _ignore(state, crash, text)
+    state = _with_crash(state, crash)
     if step := _end_or_evict(rules, state, crash, text, failure, now_s):
         return step
     kind = LossKind.STALL if crash.raised.error == _STALL else LossKind.CRASH
@@ -265,7 +266,8 @@ def _end_or_evict(
 ) -> Step | None:
     """Goes on without the node, or ends the job, if the crash is one too many; None: it is not."""
     node, raised = crash.node, crash.raised
-    alike = [other for other in state.troubles.crashes if other.raised.error == raised.error]
+    counted = [other for other in state.troubles.crashes if not other.is_ignored]
+    alike = [other for other in counted if other.raised.error == raised.error]
     # Counted by rank, because a fault that ends all workers of a node at once is one fault.
     counts = Counter(other.rank for other in alike)
     often = {other.node for other in alike if counts[other.rank] >= CRASHES_MAX}
@@ -322,18 +324,22 @@ def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now
     """Ends the job, which is to be started again elsewhere, once the live layers are saved.
 
     The node is left out of that save if others surely hold all layers. If not, its rank is asked
-    for its own. If that rank crashes once more, it alone is left out, or the node if only that rank
-    may hold some layers.
+    for its own. If that rank crashes once more, it alone is left out while members leave the epoch,
+    and later it is asked once more. The node is left out if only that rank may hold some layers, or
+    if it crashes then, too.
     """
     held = _sure_layers(state, crash)
     mine = [other for other in state.troubles.crashes if other.rank == crash.rank]
-    num_alike = sum(other.raised.error == crash.raised.error for other in mine)
+    num_alike = sum(
+        other.raised.error == crash.raised.error and not other.is_ignored for other in mine
+    )
     was_asked = bool(state.stop.must_end) and num_alike > CRASHES_MAX
     if was_asked and (step := _without_answer(rules, state, crash)):
         return step
     is_covered = not missing_without(rules, state, -1, held=held)
     is_needed = bool(missing_without(rules, state, crash.node, held=held))
-    is_out = not is_needed or (was_asked and not is_covered)
+    is_last = was_asked and (not is_covered or num_alike > CRASHES_MAX + 1)
+    is_out = not is_needed or is_last
     stop = replace(state.stop, is_requested=True, must_end=state.stop.must_end or reason)
     return begin_recovery(
         rules,
@@ -348,10 +354,24 @@ def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now
 
 
 def _is_saved_by_others(state: JobState, crash: Crash) -> bool:
-    """Whether the job's last save needs nothing of the rank, and neither does the job after it."""
-    decision, loss = state.facts.decision, state.facts.loss
-    is_last = decision is not None and isinstance(decision.order, SaveLayers)
-    return is_last and crash.rank not in writers(state) and not (loss and loss.is_waiting)
+    """Whether the job's last save is under way, and needs nothing of the rank."""
+    decision, number = state.facts.decision, state.commits.next_iteration
+    if decision is None or not isinstance(decision.order, SaveLayers):
+        return False
+    # A job that has been saved waits for machines, to go on.
+    is_tried = (
+        state.saves.newest_iteration >= number or (number, state.epoch) in state.saves.unsaved
+    )
+    is_over = state.phase is Phase.SAVING and (is_tried or not decision.order.layers)
+    return crash.rank not in decision.order.layers and not is_over
+
+
+def _ignore(state: JobState, crash: Crash, text: str) -> Step:
+    """Tells the user of a crash that counts against nobody."""
+    if _is_repeated(state, crash):
+        return state, ()
+    notice = Warned(text=f"{text}; the last save needs nothing of that rank")
+    return _with_crash(state, replace(crash, is_ignored=True)), (Notify(notice),)
 
 
 def _with_crash(state: JobState, crash: Crash) -> JobState:

@@ -66,6 +66,7 @@ from planaria.coordinator.outcomes import (
     outcome_of,
     safest_copies,
     save_point,
+    settled_holders,
     verdict,
     votes,
 )
@@ -144,8 +145,8 @@ def begin_recovery(
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not (remaining or can_await(rules, state) or may_return(state)):
         why = f"{state.stop.must_end}; " if state.stop.must_end else ""
-        end = End(Ending.LOST, f"{why}no node is left")
-        return replace(state, phase=Phase.ENDED), (*notices, *evict, end)
+        state, end = _end_unsaved(state, f"{why}no node is left")
+        return state, (*notices, *evict, *end)
     return state, (*notices, *evict, RecordMembers(_members(state)))
 
 
@@ -185,7 +186,7 @@ def replaceable_workers(state: JobState) -> dict[int, int]:
 
 def sure_holders(state: JobState) -> frozenset[int]:
     """The ranks that surely hold all layers that the plan of the ending epoch gives them."""
-    if state.phase not in (Phase.STARTING, Phase.TRAINING):
+    if not state.facts.ready:  # Ranks have not begun the epoch.
         return state.facts.holding
     return frozenset(state.facts.ready) if state.change is None else frozenset()
 
@@ -530,9 +531,7 @@ def _save_then_end(
         copied=None if is_begun else origin.copied,
     )
     decision = Decision(order=order, ending=ending, reason=reason, failure=state.stop.failure)
-    mine = state.plan.layers_by_rank
-    holding = frozenset(r for r, layers in held.items() if layers.issuperset(mine.get(r, ())))
-    return _record_decision(state, outcome, decision, holding)
+    return _record_decision(state, outcome, decision, settled_holders(state, outcome, held))
 
 
 def _record_decision(

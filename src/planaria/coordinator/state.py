@@ -70,6 +70,7 @@ class Crash(msgspec.Struct, frozen=True):
     Attributes:
         epoch: epoch of the error, as in `WorkerFailed`; -1: the process ended.
         unfit: why its machine was found unfit after it; "": it was not.
+        is_ignored: whether it counts against nobody, because the last save went on without it.
     """
 
     node: int
@@ -78,6 +79,7 @@ class Crash(msgspec.Struct, frozen=True):
     epoch: int
     raised: Raised
     unfit: str = ""
+    is_ignored: bool = False
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -376,8 +378,9 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_forking(self) -> bool:
         """Whether a member's worker crashed and the one forked in its place has yet to report."""
-        crashed = {crash.node for crash in self.troubles.crashes}.intersection(self.nodes)
-        return any(rank not in self.workers for rank in self.ranks_of(crashed))
+        crashed = {crash.node for crash in self.troubles.crashes if not crash.is_ignored}
+        members = crashed.intersection(self.nodes)
+        return any(rank not in self.workers for rank in self.ranks_of(members))
 
     @property
     def switch(self) -> Switch | None:
