@@ -266,5 +266,6 @@ def test_a_failed_job_that_loses_its_last_node_has_failed() -> None:
     cluster.lose(0)
 
     (end,) = of_type(cluster.commands, End)
-    assert (end.ending, end.reason) == (Ending.FAILED, "no node is left")
+    reason = "no node is left; what was not saved yet is lost"
+    assert (end.ending, end.reason) == (Ending.FAILED, reason)
     assert end.failure is not None

@@ -145,7 +145,8 @@ def begin_recovery(
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not (remaining or can_await(rules, state) or may_return(state)):
         why = f"{state.stop.must_end}; " if state.stop.must_end else ""
-        state, end = _end_unsaved(state, f"{why}no node is left")
+        lost = "; what was not saved yet is lost" if state.stop.failure else ""
+        state, end = _end_unsaved(state, f"{why}no node is left{lost}")
         return state, (*notices, *evict, *end)
     return state, (*notices, *evict, RecordMembers(_members(state)))
 

@@ -254,6 +254,9 @@ class EndChecker:
             return
         if layer := re.search(r"no live node holds layer (\d+)", reason_text):
             yield from self._wrong_in_missing(int(layer[1]))
+        elif "no node is left" in reason_text:
+            if self._ended.nodes:
+                yield f"nodes {self._ended.nodes} are left: {reason_text}"
         elif "not saved" not in reason_text and "nothing was saved" not in reason_text:
             saved = newest_save(self._cluster)
             yield f"{saved} saved of {number}: {self._ended.reason}, {reason_text}"
