@@ -141,14 +141,13 @@ def begin_recovery(
         search=PlanSearch(short_of_memory=state.search.short_of_memory),
     )
     state = without_gone(without_former_members(state))
-    notices = (Notify(_notice(state, raised)), *dropped)
-    evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
+    evict = (Evict(nodes),) if nodes else ()
+    commands: tuple[Command, ...] = (Notify(_notice(state, raised)), *dropped, *evict)
     if not (remaining or can_await(rules, state) or may_return(state)):
-        why = f"{state.stop.must_end}; " if state.stop.must_end else ""
         lost = "; what was not saved yet is lost" if state.stop.failure else ""
-        state, end = _end_unsaved(state, f"{why}no node is left{lost}")
-        return state, (*notices, *evict, *end)
-    return state, (*notices, *evict, RecordMembers(_members(state)))
+        state, end = _end_unsaved(state, f"no node is left{lost}")
+        return state, (*commands, *end)
+    return state, (*commands, RecordMembers(_members(state)))
 
 
 def _notice(state: JobState, raised: Raised | None) -> Recovering:
@@ -245,12 +244,10 @@ def _choose_continuation(rules: Rules, state: JobState, now_s: float) -> Step:
     answered, missing = state, _missing_layers(rules, state, outcome, cluster)
     is_saved = ends and state.saves.newest_iteration >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
-    if missing and not is_saved and not (point and point.copied):
-        # A job that ends need not go back to a save: that save is on disk anyway.
-        if state.stop.failure is not None:
-            return _end_unsaved(state, _unsaved_text(missing[0]))
-        if state.stop.must_end:
-            return _end_unsaved(state, f"{state.stop.must_end}; {_unsaved_text(missing[0])}")
+    # A job that ends need not go back to a save: that save is on disk anyway.
+    must_end = state.stop.failure is not None or bool(state.stop.must_end)
+    if must_end and missing and not is_saved and not (point and point.copied):
+        return _end_unsaved(state, _unsaved_text(missing[0]))
     if (missing or ends) and has_late_answer(rules, state, now_s):
         return await_saves(rules, state, now_s)
     redone = rules.job.training.global_batch_size if outcome.is_redo else 0
@@ -571,8 +568,11 @@ def _uncopied_text(state: JobState, layer: int) -> str:
 
 def _end_unsaved(state: JobState, reason: str) -> Step:
     """Ends the job without a save of the live layers."""
-    failure = unsaved_failure(state.stop.failure, reason) if state.stop.failure else None
-    return end_job(state, End(Ending.FAILED if failure else Ending.LOST, reason, failure))
+    if state.stop.failure is not None:
+        failure = unsaved_failure(state.stop.failure, reason)
+        return end_job(state, End(Ending.FAILED, reason, failure))
+    reason = f"{state.stop.must_end}; {reason}" if state.stop.must_end else reason
+    return end_job(state, End(Ending.LOST, reason))
 
 
 def end_job(state: JobState, end: End) -> Step:
