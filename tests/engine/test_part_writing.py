@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,7 +49,12 @@ class Rank:
 
         def state(layer: int) -> Any:
             array = np.full(2, 100 * self.age + layer, dtype=np.float32)
-            return SimpleNamespace(age=self.age, state_views=lambda: {"parameter/weight": array})
+            # After the optimizer step there are no gradients.
+            gradients_of = self.age if self.age == 17 else -1
+            views = {"parameter/weight": array}
+            return SimpleNamespace(
+                age=self.age, gradients_of=gradients_of, state_views=lambda: views
+            )
 
         return {layer: state(layer) for layer in self._layers}
 
@@ -64,6 +70,7 @@ class Rank:
         since: int = -1,
         timeout_s: float = TIMEOUT_S,
         patience_s: float = TIMEOUT_S,
+        num_writers: int = 2,
     ) -> None:
         save_part(
             run,
@@ -77,6 +84,7 @@ class Rank:
             ),
             self.layers,
             num_layers=NUM_LAYERS,
+            num_writers=num_writers,
             devices_per_node=1,
             timeout_s=timeout_s,
             patience_s=patience_s,
@@ -113,6 +121,52 @@ def test_a_rank_that_does_not_know_that_an_iteration_counts_learns_it_from_anoth
         assert rank.messages[-1] == PartSaved(
             rank=rank.rank, iteration=18, num_layers=2, is_done=True
         )
+
+
+def test_each_layer_is_written_as_often_as_may_be_lost_and_once_more(tier: Tier) -> None:
+    """Every holder wrote it, so the state was written once for each pipeline."""
+    run = RunPlace(tier.storage, next_run(tier.storage, "c3"))
+    run.write_mark(EpochMark(epoch=0, nodes=tuple(range(8)), job={}))
+    # One has all gradients of iteration 17 and its vector, the others have applied it.
+    ranks = [Rank(n, (0, 1, 2), age=18 if n else 17, vector=VECTOR) for n in range(8)]
+    with in_threads(*[partial(rank.save, run) for rank in ranks]) as savings:
+        for saving in savings:
+            saving.result(timeout=TIMEOUT_S)
+
+    parts = run.contents().parts
+    assert len(parts) == 8
+    written = Counter(layer.file.layer for part in parts for layer in part.layers)
+    assert written == dict.fromkeys(range(NUM_LAYERS), 2)
+    for rank in ranks:
+        told = rank.messages[-1]
+        assert (told.iteration, told.num_layers + told.num_others) == (18, NUM_LAYERS)
+    assembly = assemble(tier, newer_than=-1)
+    assert assembly.manifest is not None, assembly.text
+    assert assembly.manifest.iteration == 18
+
+
+def test_a_rank_leaves_no_layer_to_ranks_that_may_not_come_to_its_age(run: RunPlace) -> None:
+    """They have the gradients and no vector, so they are at this age only if they hear of it."""
+    for number in (2, 3, 4):
+        answer = PartAnswer(
+            node=0, rank=number, epoch=0, since=-1, layers=(0, 3), age=17, is_complete=True
+        )
+        run.write_answer(answer)
+    rank = Rank(1, (0, 1, 2), age=18, vector=VECTOR)
+    rank.save(run, timeout_s=0.0, num_writers=1)
+
+    assert rank.messages[-1].num_layers == NUM_LAYERS
+
+
+def test_layers_that_are_no_range_are_all_written(run: RunPlace) -> None:
+    """The name of an answer cannot say which ones these are."""
+    rank = Rank(1, (0, 2), age=17)
+    rank.save(run, timeout_s=0.0, num_writers=1)
+
+    (name,) = run.answer_names()
+    assert (name.first_layer, name.end_layer, name.age) == (0, 0, -1)
+    assert run.answer(name) is not None
+    assert rank.messages[-1].num_layers == 2
 
 
 def test_a_rank_does_not_wait_for_ever_for_one_that_is_lost(tier: Tier, run: RunPlace) -> None:
@@ -256,7 +310,9 @@ def test_the_next_head_sees_that_a_rank_writes_what_a_store_does_not_list_yet(
             seen: set[float] = set()
 
             def has_changed_twice() -> bool:
-                entry = run.storage.entries(run.name).get(f"{run.name}/answer-00001")
+                entry = run.storage.entries(run.name).get(
+                    f"{run.name}/answer-00001-e0-s-1-v-1-a17-l0-1-c"
+                )
                 seen.update([entry.modified_s] if entry else [])
                 return len(seen) >= 3
 

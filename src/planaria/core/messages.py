@@ -532,7 +532,8 @@ class PartSaved(Message, frozen=True, kw_only=True):
     """A rank has written some of its layers by itself; said to the agent alone.
 
     Attributes:
-        iteration: highest age of these layers; -1: there are none.
+        iteration: highest age of the rank's layers, so far; -1: there are none.
+        num_others: number of its layers that are left to others that hold them.
         is_done: whether the rank writes nothing more.
         reason: why it could not write all that it holds; "": it could, so far.
     """
@@ -540,6 +541,7 @@ class PartSaved(Message, frozen=True, kw_only=True):
     rank: int
     iteration: int = -1
     num_layers: int = 0
+    num_others: int = 0
     is_done: bool = False
     reason: str = ""
 

@@ -1,8 +1,11 @@
 """Saves what one rank holds, by itself: there is no head any more that could say who saves what.
 
-The rank answers the others at the place of saves, waits for their answers, applies the newest
-commit vector in any of them, and writes all its layers. So all ranks come to the same age. What the
-place refuses for a while is tried again: nobody else may hold these layers.
+The rank answers the others at the place of saves, waits for their answers, and applies the newest
+commit vector in any of them. So all ranks come to the same age. Then it writes its layers, but for
+those that enough others write: of the ranks that have answered that they hold a layer, the first
+f + 1 by a draw write it. The first of all always finds itself among them, so each layer is written,
+whichever answers the others have seen. What the place refuses for a while is tried again: nobody
+else may hold these layers.
 
 Source: docs/protocol.md, "Nodes without a head".
 """
@@ -10,12 +13,24 @@ Source: docs/protocol.md, "Nodes without a head".
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
-from planaria.checkpoint.disk.parts import EpochMark, PartAnswer, PartLayer, RankPart, RunPlace
+import msgspec
+import xxhash
+
+from planaria.checkpoint.disk.parts import (
+    AnswerName,
+    EpochMark,
+    PartAnswer,
+    PartLayer,
+    RankPart,
+    RunPlace,
+    answer_name,
+)
 from planaria.checkpoint.disk.storage import may_pass
 from planaria.core.messages import PartSaved
 from planaria.engine.stage import HeldLayer
@@ -24,6 +39,7 @@ from planaria.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.2
+_LOOKING_SHARE: Final = 4.0  # Least pause between two looks, in times of what a look takes.
 _PAUSE_S: Final = 2.0  # Pause before a refused request is made again.
 _SIGN_S: Final = 20.0  # Interval of signs of life; the next head waits for a minute without one.
 
@@ -37,6 +53,7 @@ def save_part(
     layers: Layers,
     *,
     num_layers: int,
+    num_writers: int,
     devices_per_node: int,
     timeout_s: float,
     patience_s: float,
@@ -46,8 +63,10 @@ def save_part(
     """Writes the layers of a rank that has left all epochs, and tells how far it is.
 
     Args:
+        answer: answer to the others, without the layers.
         layers: returns the complete layers.
         num_layers: number of layers of the model.
+        num_writers: number of ranks that write each layer, if as many hold it.
         timeout_s: longest wait for the answers of others.
         patience_s: time for which each request is tried again that the storage refuses.
         apply: takes the optimizer steps of an iteration, given its vector.
@@ -55,40 +74,98 @@ def save_part(
     Raises:
         CheckpointError: the storage refuses for good.
     """
-    rank = answer.rank
-    files: list[PartLayer] = []
-    storage = _PatientStorage(lambda: tell(_progress(rank, files)), patience_s=patience_s)
+    answer, done = _with_layers(answer, layers()), _Progress(answer.rank)
+    storage = _PatientStorage(lambda: tell(done.message()), patience_s=patience_s)
     reason = storage.request(lambda: run.refusal(node=answer.node, epoch=answer.epoch))
     if reason:
-        tell(PartSaved(rank=rank, is_done=True, reason=reason))
+        tell(PartSaved(rank=answer.rank, is_done=True, reason=reason))
         return
 
     def may_write() -> bool:
         return not run.refusal(node=answer.node, epoch=answer.epoch)
 
     storage.request(lambda: run.write_answer(answer))
-    answers = _wait_answers(
+    names = _wait_answers(
         run, answer, storage, devices_per_node=devices_per_node, timeout_s=timeout_s
     )
-    newest = max(answers, key=lambda other: other.vector_iteration)
+    newest = storage.request(lambda: _newest_answer(run, answer, names))
     if newest.vector:
         apply(newest.vector_iteration, newest.vector)
     with _signs_of_life(run, answer):
         for layer, held in sorted(layers().items()):
+            done.age = max(done.age, held.age)
+            if _is_left(layer, names, age=held.age, rank=answer.rank, num_writers=num_writers):
+                done.num_left += 1
+                continue
             state = dict(held.state_views())
-            write = partial(run.write_layer, layer, state, age=held.age, rank=rank)
-            files.append(storage.request(partial(write, may_write=may_write)))
-            tell(_progress(rank, files))
-    part = RankPart(
-        node=answer.node,
-        rank=rank,
-        epoch=answer.epoch,
-        since=answer.since,
-        num_layers=num_layers,
-        layers=tuple(files),
-    )
+            write = partial(run.write_layer, layer, state, age=held.age, rank=answer.rank)
+            done.files.append(storage.request(partial(write, may_write=may_write)))
+            tell(done.message())
+    part = done.part(answer, num_layers=num_layers)
     storage.request(lambda: run.write_part(part, may_write=may_write))
-    tell(_progress(rank, files, is_done=True))
+    tell(done.message(is_done=True))
+
+
+def _with_layers(answer: PartAnswer, layers: Mapping[int, HeldLayer]) -> PartAnswer:
+    """The answer, with the layers in it if they are a range of one age and state."""
+    states = {(held.age, held.gradients_of == held.age) for held in layers.values()}
+    numbers = sorted(layers)
+    if len(states) != 1 or numbers[-1] - numbers[0] >= len(numbers):
+        return answer
+    ((age, is_complete),) = states
+    extent = (numbers[0], numbers[-1] + 1)
+    return msgspec.structs.replace(answer, layers=extent, age=age, is_complete=is_complete)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a rank has written so far.
+
+    Attributes:
+        age: highest age of its layers.
+        num_left: number of layers that are left to others.
+    """
+
+    rank: int
+    files: list[PartLayer] = field(default_factory=list)
+    age: int = -1
+    num_left: int = 0
+
+    def message(self, *, is_done: bool = False) -> PartSaved:
+        """The report to the agent."""
+        return PartSaved(
+            rank=self.rank,
+            iteration=self.age,
+            num_layers=len(self.files),
+            num_others=self.num_left,
+            is_done=is_done,
+        )
+
+    def part(self, answer: PartAnswer, *, num_layers: int) -> RankPart:
+        """The list of what it has written."""
+        return RankPart(
+            node=answer.node,
+            rank=answer.rank,
+            epoch=answer.epoch,
+            since=answer.since,
+            num_layers=num_layers,
+            layers=tuple(self.files),
+        )
+
+
+def _is_left(
+    layer: int, names: Sequence[AnswerName], *, age: int, rank: int, num_writers: int
+) -> bool:
+    """Whether a rank leaves a layer to others that hold it.
+
+    The first ones by a draw write it, so that all ranks write about as much.
+    """
+
+    def draw(holder: int) -> tuple[int, int]:
+        return xxhash.xxh3_64_intdigest(f"{layer} {holder}".encode()), holder
+
+    others = (n.rank for n in names if n.rank != rank and n.holds(layer, age=age))
+    return sum(draw(other) < draw(rank) for other in others) >= num_writers
 
 
 @contextmanager
@@ -152,11 +229,6 @@ class _PatientStorage:
             time.sleep(_PAUSE_S)
 
 
-def _progress(rank: int, files: list[PartLayer], *, is_done: bool = False) -> PartSaved:
-    iteration = max((file.age for file in files), default=-1)
-    return PartSaved(rank=rank, iteration=iteration, num_layers=len(files), is_done=is_done)
-
-
 def _wait_answers(
     run: RunPlace,
     own: PartAnswer,
@@ -164,20 +236,34 @@ def _wait_answers(
     *,
     devices_per_node: int,
     timeout_s: float,
-) -> list[PartAnswer]:
+) -> list[AnswerName]:
     """The answers of the ranks of the newest epoch, this one included, built on the same origin."""
     begin_s = time.monotonic()
     while True:
-        mark, answers = storage.request(lambda: (run.newest_mark(), run.answers()))
-        present = {answer.rank for answer in answers}
+        look_begin_s = time.monotonic()
+        mark, names = storage.request(lambda: (run.newest_mark(), run.answer_names()))
+        present = {name.rank for name in names}
         # The answers of others may have been refused as well.
         waits_since_s = min(storage.refused_s, begin_s + storage.patience_s)
         end_s = max(begin_s, waits_since_s) + timeout_s
         if _has_all(mark, present, devices_per_node) or time.monotonic() > end_s:
             break
-        time.sleep(_LOOK_S)
-    members = [answer for answer in answers if _is_member(answer, mark)]
-    return [own, *(answer for answer in members if answer.since == own.since)]
+        # A store takes longer to list the answers of thousands of ranks.
+        time.sleep(max(_LOOK_S, _LOOKING_SHARE * (time.monotonic() - look_begin_s)))
+    per_node = devices_per_node
+    members = [name for name in names if _is_member(name, mark, devices_per_node=per_node)]
+    own_name = answer_name(own)
+    others = [name for name in members if name.since == own.since and name.rank != own.rank]
+    return [own_name, *others]
+
+
+def _newest_answer(run: RunPlace, own: PartAnswer, names: Sequence[AnswerName]) -> PartAnswer:
+    """The answer with the newest vector; of several the rank's own one."""
+    newer = (name for name in names if name.vector_iteration > own.vector_iteration)
+    for name in sorted(newer, key=lambda each: each.vector_iteration, reverse=True):
+        if (answer := run.answer(name)) is not None:
+            return answer
+    return own
 
 
 def _has_all(mark: EpochMark | None, present: set[int], devices_per_node: int) -> bool:
@@ -190,10 +276,10 @@ def _has_all(mark: EpochMark | None, present: set[int], devices_per_node: int) -
     return ranks <= present
 
 
-def _is_member(answer: PartAnswer, mark: EpochMark | None) -> bool:
+def _is_member(name: AnswerName, mark: EpochMark | None, *, devices_per_node: int) -> bool:
     """Whether an answer counts in the newest epoch.
 
     One of an epoch that was not marked in time may be of a node that is out by now, whose vector
     would still be one of the same history.
     """
-    return mark is None or answer.epoch > mark.epoch or answer.node in mark.nodes
+    return mark is None or name.epoch > mark.epoch or name.rank // devices_per_node in mark.nodes

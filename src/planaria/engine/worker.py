@@ -370,13 +370,12 @@ class Worker:
 
     def _write_last(self, order: SaveLayers) -> None:
         """Saves the layers that the order names for this rank, before the job ends."""
-        layers, age = order.layers.get(self._spec.rank, ()), order.iteration
+        rank, age = self._spec.rank, order.iteration
+        layers = order.layers.get(rank, ())
         try:
             states = self._copying.states(set(layers) - self._stage.layers.keys(), order.copied)
         except CheckpointError as error:
-            failed = SaveFailed(
-                rank=self._spec.rank, epoch=order.epoch, iteration=age, reason=str(error)
-            )
+            failed = SaveFailed(rank=rank, epoch=order.epoch, iteration=age, reason=str(error))
             self._control.send(failed)
             return
         self._stage.hold(states, states=states, age=age)
@@ -400,6 +399,7 @@ class Worker:
                 answer,
                 self._stage.complete_layers,
                 num_layers=self._stage.model.num_layers,
+                num_writers=job.resilience.failures_tolerated + 1,
                 devices_per_node=job.cluster.devices_per_node,
                 timeout_s=meeting_s(job.cluster.lease_s),
                 patience_s=job.checkpoint.timeout_s,

@@ -61,9 +61,9 @@ class PartReports:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a worker has saved what it held."""
+        """Whether a worker has saved what it held, or has left it to others that hold it."""
         return any(
-            report.is_done and not report.reason and report.num_layers
+            report.is_done and not report.reason and report.num_layers + report.num_others
             for report in self._newest.values()
         )
 
@@ -75,6 +75,8 @@ class PartReports:
         """
         done = [report for report in self._newest.values() if report.is_done and not report.reason]
         num_layers = sum(report.num_layers for report in done)
+        num_others = sum(report.num_others for report in done)
+        rest = f"; other nodes save {num_others} layers that it holds, too" if num_others else ""
         iteration = max((report.iteration for report in done), default=-1)
         reasons = {
             report.reason or "it did not answer in time"
@@ -84,8 +86,8 @@ class PartReports:
         texts = []
         if self.has_saved:
             texts.append(
-                f"has saved {num_layers} layers of iteration {iteration} by itself in {place}; go "
-                "on with --resume"
+                f"has saved {num_layers} layers of iteration {iteration} by itself in {place}"
+                f"{rest}; go on with --resume"
             )
         if reasons:
             texts.append(f"could not save all that it holds: {', '.join(sorted(reasons))}")

@@ -4,14 +4,15 @@ Each run of a job on machines has a directory of its own at the place of saves. 
 not look there:
 
     {place}/run-000002-4f1c/epoch-00003                          mark of the head: an epoch began
-                           /answer-00001                         what a rank knows, written first
+                           /answer-00001-e3-s-1-v16-a17-l4-7-c   what a rank knows, written first
                            /layer-00004-17-00001.safetensors     layer 4 of age 17, by rank 1
                            /part-00001                           the files of rank 1, written last
                            /head                                 where a head listens
 
 The number of a run is higher than those of the runs before it. A rank writes only while its run is
 the newest, and while no head has marked an epoch without its node. assembly.py makes a save of the
-parts.
+parts. The name of an answer tells what others need of it, so that thousands of ranks list the
+directory and read one answer each, with the newest vector (AnswerName).
 
 The file `head` names the head that runs the job, or the one that waits for nodes of a lost head.
 Nodes and agents that have lost their head look there for the next one (nodes/known_heads.py). Who
@@ -23,7 +24,7 @@ Source: docs/protocol.md, "Nodes without a head".
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,6 +46,9 @@ from planaria.transport.sockets import Address, can_be_host
 _NUM_ADDRESSES_MAX: Final = 8
 _HOST_CHARACTERS_MAX: Final = 253  # The longest name that DNS has.
 _HEAD_BYTES_MAX: Final = 4096
+_ANSWER_FILE: Final = re.compile(
+    r"answer-(\d{5,})-e(-?\d+)-s(-?\d+)-v(-?\d+)-a(-?\d+)-l(\d+)-(\d+)(-c)?", re.ASCII
+)
 RUN_NAME: Final = re.compile(r"run-(\d{6})-([0-9a-f]+)", re.ASCII)
 
 
@@ -71,6 +75,10 @@ class PartAnswer(msgspec.Struct, frozen=True, kw_only=True):
         since: epoch in which the job last went back, as far as the rank knows.
         vector_iteration: iteration of `vector`; -1: the rank has no vector.
         vector: newest commit vector that the rank holds; empty: none.
+        layers: the first layer that the rank holds, and the one after its last; (0, 0): it holds
+            none, or not all between, or not all of one age and state.
+        age: number of iterations applied to these layers.
+        is_complete: whether the rank has all gradients of these layers of one more iteration.
     """
 
     node: int
@@ -79,6 +87,27 @@ class PartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     since: int
     vector_iteration: int = -1
     vector: bytes = b""
+    layers: tuple[int, int] = (0, 0)
+    age: int = -1
+    is_complete: bool = False
+
+
+class AnswerName(NamedTuple):
+    """What the name of an answer tells; see PartAnswer."""
+
+    rank: int
+    epoch: int
+    since: int
+    vector_iteration: int
+    age: int
+    first_layer: int
+    end_layer: int
+    is_complete: bool
+
+    def holds(self, layer: int, *, age: int) -> bool:
+        """Whether the rank holds a layer of an age, or will whatever others tell it."""
+        will_apply = self.is_complete and self.vector_iteration == self.age == age - 1
+        return (self.age == age or will_apply) and self.first_layer <= layer < self.end_layer
 
 
 class PartLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +218,18 @@ class RunPlace:
 
     def write_answer(self, answer: PartAnswer) -> None:
         """Tells the other ranks what this one holds."""
-        self._write(f"answer-{answer.rank:05d}", msgspec.json.encode(answer), _always)
+        self._write(_answer_file(answer_name(answer)), msgspec.json.encode(answer), _always)
+
+    def answer_names(self) -> tuple[AnswerName, ...]:
+        """What the ranks have answered, as far as the names of the answers tell it."""
+        prefix = f"{self.name}/"
+        matches = (_ANSWER_FILE.fullmatch(n.removeprefix(prefix)) for n in self._names("answer"))
+        return tuple(_name_in(match) for match in matches if match)
+
+    def answer(self, name: AnswerName) -> PartAnswer | None:
+        """An answer; None: it is damaged, or gone."""
+        content = _content(self.storage, f"{self.name}/{_answer_file(name)}")
+        return None if content is None else _record_of(content, PartAnswer)
 
     def write_layer(
         self,
@@ -239,10 +279,6 @@ class RunPlace:
         """
         return self._newest_mark()[0]
 
-    def answers(self) -> tuple[PartAnswer, ...]:
-        """The answers of the ranks."""
-        return self._records("answer", PartAnswer)[0]
-
     def contents(self) -> RunContents:
         """All records in the directory."""
         mark, damaged_marks = self._newest_mark()
@@ -286,6 +322,30 @@ class RunPlace:
 
     def _write(self, file: str, content: Content, may_write: Callable[[], bool]) -> None:
         self.storage.write(f"{self.name}/{file}", content, may_write=may_write)
+
+
+def answer_name(answer: PartAnswer) -> AnswerName:
+    """What the name of the answer tells."""
+    return AnswerName(
+        answer.rank,
+        answer.epoch,
+        answer.since,
+        answer.vector_iteration,
+        answer.age,
+        *answer.layers,
+        answer.is_complete,
+    )
+
+
+def _name_in(match: re.Match[str]) -> AnswerName:
+    rank, epoch, since, vector, age, first, end = map(int, match.groups()[:-1])
+    return AnswerName(rank, epoch, since, vector, age, first, end, bool(match[8]))
+
+
+def _answer_file(name: AnswerName) -> str:
+    rank, epoch, since, vector, age, first, end, is_complete = name
+    state = f"a{age}-l{first}-{end}{'-c' if is_complete else ''}"
+    return f"answer-{rank:05d}-e{epoch}-s{since}-v{vector}-{state}"
 
 
 def layer_file_name(layer: int, *, age: int, rank: int) -> str:
