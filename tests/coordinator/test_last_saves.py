@@ -28,7 +28,9 @@ from planaria.coordinator.commands import (
     MembersRecorded,
     MustEnd,
     Published,
+    RecordDecision,
 )
+from planaria.coordinator.crashes import writers
 from planaria.coordinator.frozen import replace
 from planaria.coordinator.state import Crash, JobState, Phase
 from planaria.coordinator.step import Event
@@ -146,10 +148,12 @@ def test_crashes_that_the_last_save_went_on_without_count_against_nobody(
         failure = worker_failure(1, GPU_LOST, epoch=0, blame="job")
         events.append(structs.replace(failure, node=0))
     state = until_decided(after(state, events, RULES)[0])
-    kills: list[Event] = [on_node_1(worker_exit(4, pid=pid)) for pid in (90, 91, 92)]
+    kills: list[Event] = [on_node_1(worker_exit(4, pid=pid)) for pid in range(90, 99)]
     epoch = state.epoch
-    state, _ = after(state, [*kills, DecisionRecorded(epoch)], RULES)
+    state, commands = after(state, [*kills, DecisionRecorded(epoch)], RULES)
     assert state.phase is Phase.SAVING
+    assert len(of_type(commands, Warned)) == 1  # New workers may end at once, without a pause.
+    assert len([crash for crash in state.troubles.crashes if crash.is_ignored]) == 1
     state, commands = after(state, [on_node_1(worker_exit(5))], RULES)
 
     assert not of_type(commands, End)
@@ -190,6 +194,39 @@ def test_a_failed_job_is_saved_though_the_error_comes_again_in_a_rank_that_write
     (end,) = of_type(commands, End)
     assert end.ending is Ending.FAILED
     assert "not saved" not in end.reason
+
+
+def test_a_mistake_that_a_new_worker_makes_fails_a_job_that_would_wait_for_machines() -> None:
+    """The rank has no worker from then on, so that the job could not go on with a machine that
+    comes, and hung."""
+    waiting = replace(RULES, n0=3, wait_s=600.0)
+    state = training_of_four_ranks(waiting)
+    exited = on_node_1(worker_exit(4))
+    events: list[Event] = [exited, worker_of_four(4, pid=90), MembersRecorded(1)]
+    state, _ = after(state, events, waiting)
+    state, commands = after(state, answers(state, without=4), waiting)
+    assert of_type(commands, RecordDecision)[0].decision.ending == Ending.LOST
+    mistake = on_node_1(worker_failure(4, GPU_LOST, epoch=-1, pid=91, blame="job"))
+    state, _ = after(state, [DecisionRecorded(1), mistake], waiting)
+
+    assert state.stop.failure is not None
+
+
+def test_a_failed_job_is_saved_by_others_if_a_rank_ends_whenever_it_writes() -> None:
+    """The third time in a row; others held all that it was to write."""
+    state = training_of_four_ranks(RULES)
+    crashes = tuple(Crash(1, 4, pid, -1, Raised(error="SIGKILL")) for pid in (10, 11))
+    state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    failure = structs.replace(worker_failure(1, GPU_LOST, epoch=0, blame="job"), node=0)
+    events: list[Event] = [iteration_report(0, FIRST, epoch=0), failure, MembersRecorded(1)]
+    state, _ = after(state, events, RULES)
+    state, _ = after(state, [*answers(state, without=7), DecisionRecorded(1)], RULES)
+    assert state.phase is Phase.SAVING
+    assert 4 in writers(state)
+    state, commands = after(state, [on_node_1(worker_exit(4))], RULES)
+
+    assert not of_type(commands, End)
+    assert state.epoch == 2
 
 
 def test_a_failed_job_is_saved_by_others_if_new_workers_of_a_rank_end_at_once() -> None:

@@ -29,6 +29,7 @@ from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.memory_estimates import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text, with_owed_try
+from planaria.coordinator.membership.standby import is_ending
 from planaria.coordinator.recovery import (
     begin_recovery,
     end_job,
@@ -154,7 +155,7 @@ def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: 
         failed = state.stop.failure
         if failed and (is_over or crash.key == _key(failed)):
             return state, ()
-        if _is_saved_by_others(state, crash):
+        if _is_ending_anyway(state) and _is_saved_by_others(state, crash):
             return _ignore(state, crash, text)
         return _fail_job(state, rules, event, reason="the code in a worker raised", now_s=now_s)
     troubles = state.troubles
@@ -301,9 +302,15 @@ def _end_or_evict(
         return begin_recovery(
             rules, state, LossKind.LOST, (node,), reason=times, now_s=now_s, raised=raised
         )
-    if is_often:  # The job has failed, and this rank cannot save its layers.
-        return _without_answer(rules, state, crash) or _end_unsaved(state, text)
-    return None
+    if counts[crash.rank] < CRASHES_MAX:
+        return None
+    if step := _without_answer(rules, state, crash):
+        return step
+    # The job has failed, and this rank cannot save its layers. If others can, it is tried again.
+    is_covered = not missing_without(rules, state, -1, held=_sure_layers(state, crash))
+    if is_covered and counts[crash.rank] <= CRASHES_MAX + 1:
+        return None
+    return _end_unsaved(state, text)
 
 
 def _without_answer(rules: Rules, state: JobState, crash: Crash) -> Step | None:
@@ -366,12 +373,28 @@ def _is_saved_by_others(state: JobState, crash: Crash) -> bool:
     return crash.rank not in decision.order.layers and not is_over
 
 
+def _is_ending_anyway(state: JobState) -> bool:
+    """Whether the job ends once its last save is over; else it may go on with other machines.
+
+    A rank whose new worker has the job's own code raise has no worker from then on, so that the job
+    cannot go on with it.
+    """
+    decision = state.facts.decision
+    return is_ending(state) or (decision is not None and decision.ending != Ending.LOST)
+
+
 def _ignore(state: JobState, crash: Crash, text: str) -> Step:
-    """Tells the user of a crash that counts against nobody."""
+    """Counts a crash against nobody; tells the user of the first one of the rank."""
     if _is_repeated(state, crash):
         return state, ()
+    crashes = state.troubles.crashes
+    others = tuple(c for c in crashes if not (c.is_ignored and c.rank == crash.rank))
+    crashes_now = (*others, replace(crash, is_ignored=True))
+    state = replace(state, troubles=replace(state.troubles, crashes=crashes_now))
+    if len(others) < len(crashes):  # New workers may raise at once, again and again.
+        return state, ()
     notice = Warned(text=f"{text}; the last save needs nothing of that rank")
-    return _with_crash(state, replace(crash, is_ignored=True)), (Notify(notice),)
+    return state, (Notify(notice),)
 
 
 def _with_crash(state: JobState, crash: Crash) -> JobState:

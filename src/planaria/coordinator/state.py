@@ -378,9 +378,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_forking(self) -> bool:
         """Whether a member's worker crashed and the one forked in its place has yet to report."""
-        crashed = {crash.node for crash in self.troubles.crashes if not crash.is_ignored}
-        members = crashed.intersection(self.nodes)
-        return any(rank not in self.workers for rank in self.ranks_of(members))
+        crashed = {crash.node for crash in self.troubles.crashes}.intersection(self.nodes)
+        return any(rank not in self.workers for rank in self.ranks_of(crashed))
 
     @property
     def switch(self) -> Switch | None:

@@ -269,7 +269,8 @@ class Arena:
                 except CheckpointError as error:
                     errors.append(error)
         if errors:
-            raise errors[0]
+            more = f"; and {len(errors) - 1} more with it" if len(errors) > 1 else ""
+            raise CheckpointError(f"{errors[0]}{more}")
         return versions
 
     def drop(self, version: Version) -> None:

@@ -255,8 +255,16 @@ class EndChecker:
         if layer := re.search(r"no live node holds layer (\d+)", reason_text):
             yield from self._wrong_in_missing(int(layer[1]))
         elif "no node is left" in reason_text:
-            if self._ended.nodes:
-                yield f"nodes {self._ended.nodes} are left: {reason_text}"
+            struck = self._struck_counts(*LOOK_LIKE_LOSS, *MAKE_NODES_LEAVE)
+            agents = self._cluster.agents
+            live = [n for n in self._cluster.records.nodes if agents[n].process.is_alive]
+            left = set(live) - set(struck)
+            if (
+                left
+                and not self._struck_counts(*LOOK_LIKE_ANY_LOSS)
+                and not self._observed.forsaken
+            ):
+                yield f"nodes {sorted(left)} are left: {reason_text}"
         elif "not saved" not in reason_text and "nothing was saved" not in reason_text:
             saved = newest_save(self._cluster)
             yield f"{saved} saved of {number}: {self._ended.reason}, {reason_text}"
