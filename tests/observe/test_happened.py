@@ -112,7 +112,7 @@ def test_an_event_tells_when_it_happened_was_noticed_and_was_over() -> None:
 
     assert (lost.at_s, lost.noticed_at_s, lost.over_at_s, lost.epoch) == (9.0, 10.0, 16.0, 4)
     assert (joined.at_s, joined.noticed_at_s, joined.over_at_s) == (7.0, 7.0, 8.0)
-    assert run.plans == {PLAN.epoch: PLAN}
+    assert run.plans.json_by_epoch() == {PLAN.epoch: msgspec.json.encode(PLAN)}
 
 
 def test_a_plan_that_a_decision_left_is_kept_though_it_never_ran() -> None:
@@ -138,7 +138,7 @@ def test_a_plan_that_a_decision_left_is_kept_though_it_never_ran() -> None:
     run.on_decided(message, predicted_peak_bytes=5)
 
     (event,) = run.events()
-    assert run.plans[2] == left
+    assert run.plans.json_by_epoch()[2] == msgspec.json.encode(left)
     assert event.inputs is not None
     assert event.inputs.plan is None  # The report has each plan once.
 
@@ -170,7 +170,7 @@ def test_decisions_share_what_is_as_at_an_earlier_one() -> None:
     assert first is not None
     assert second is not None
     assert first.cluster.nodes[0] is second.cluster.nodes[0]
-    assert run.plans[PLAN.epoch] is run.measurements.epochs[3].plan
+    assert run.plans.share(PLAN) is run.measurements.epochs[3].plan
 
 
 def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:

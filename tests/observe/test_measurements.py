@@ -1,13 +1,15 @@
 """What ranks tell of their work, by epoch."""
 
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 from msgspec import structs
 
 from helpers.recorder_messages import PLAN, report
 from planaria.core.messages import IterationDone
-from planaria.observe.measurements import Measurements
+from planaria.observe.measurements import KeptPlans, Measurements
 
 
 def done(
@@ -90,3 +92,31 @@ def test_a_late_report_of_an_epoch_that_is_over_counts_where_nothing_else_does()
 
     seconds = measurements.epochs[0].seconds()
     assert (seconds[0, "F"], seconds[1, "F"]) == (1.0, 9.0)
+
+
+def test_the_oldest_epochs_are_forgotten_once_there_are_many_figures() -> None:
+    """With 8,000 ranks an epoch's figures were megabytes, and each was predicted at the end."""
+    measurements = Measurements(figures_max=20)
+    for epoch in range(6):
+        measurements.begin_epoch(epoch, PLAN)
+        for iteration in (10 * epoch, 10 * epoch + 1):
+            reports = [done(rank, iteration, 1.0, epoch=epoch, peak_bytes=9) for rank in range(3)]
+            measurements.add_iteration(iteration, reports)
+
+    # An epoch has two medians and a peak of each of three ranks.
+    assert list(measurements.epochs) == [3, 4, 5]
+    assert measurements.epochs[3].seconds()[2, "F"] == 1.0
+
+
+def test_older_plans_take_little_memory_and_are_all_told() -> None:
+    """An iteration with thousands of microbatches has megabytes of routes."""
+    kept = KeptPlans()
+    plans = [replace(PLAN, epoch=epoch, routes=PLAN.routes * 1000) for epoch in range(9)]
+    for plan in plans:
+        assert kept.share(plan) is plan
+        assert kept.share(replace(plan)) is plan
+
+    encoded = {plan.epoch: msgspec.json.encode(plan) for plan in plans}
+    assert kept.json_by_epoch() == encoded
+    assert len(kept._older) >= 4
+    assert max(map(len, kept._older.values())) < len(encoded[0]) / 50

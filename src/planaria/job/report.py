@@ -65,6 +65,8 @@ def report_of(
         epoch_records(planned.problem, epoch, measured, has_bytes=has_bytes)
         for epoch, measured in recorder.measurements.epochs.items()
     ]
+    first = {planned.plan.epoch: msgspec.json.encode(planned.plan)}
+    plans = dict(sorted((recorder.plans.json_by_epoch() | first).items()))
     prepared_profile = planned.prepared.profile
     assert prepared_profile is not None
     return Report(
@@ -82,10 +84,7 @@ def report_of(
         wasted=ledger.wasted_parts(),
         final=final_record(planned, tier, recorder.iterations, observer, ended),
         plan=msgspec.to_builtins(planned.plan),
-        plans={
-            epoch: msgspec.Raw(msgspec.json.encode(plan))
-            for epoch, plan in sorted((recorder.plans | {planned.plan.epoch: planned.plan}).items())
-        },
+        plans={epoch: msgspec.Raw(plan) for epoch, plan in plans.items()},
         profile=msgspec.json.decode(encode_profile(prepared_profile)),
         processors=planned.problem.processors,
         first_iteration=planned.resumed.iteration if planned.resumed else 0,

@@ -1,15 +1,23 @@
-"""Measurements that ranks report of their own work: action times and memory, and copies."""
+"""The plans of a run, and what ranks report of their work: times, memory, and copies.
 
+A run may last for months, so what is kept of an epoch that is over takes little memory.
+"""
+
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
+import msgspec
+
 from planaria.core.messages import IterationDone
 from planaria.core.plan import Plan
 
 _NEWEST: Final = 64  # A median is over the newest 64 iterations, so that memory stays bounded.
+_FIGURES_MAX: Final = 1 << 18  # Medians and peaks that are kept of epochs that are over.
+_PLANS_MAX: Final = 4  # Plans that are kept as they are; older ones are deflated.
 _AGES_MAX: Final = 4096  # A version that takes more iterations to be complete is not counted.
 
 
@@ -54,16 +62,28 @@ class EpochMeasurements:
         self._medians = self.seconds()
         self._seconds.clear()
 
+    @property
+    def num_figures(self) -> int:
+        """The number of medians and peaks of an epoch that is over."""
+        return len(self._medians) + len(self._peak_bytes)
+
     def peak_bytes(self) -> dict[int, tuple[int, int]]:
         """Peak bytes by rank: (bytes of tensors, bytes of memory)."""
         return dict(sorted(self._peak_bytes.items()))
 
 
 class Measurements:
-    """Measurements of a job, by epoch."""
+    """Measurements of a job, by epoch.
 
-    def __init__(self) -> None:
+    Args:
+        figures_max: number of medians and peaks of epochs that are over, of all ranks. Beyond it
+            the oldest epochs are forgotten: a hundred ranks have hundreds of epochs before that,
+            8,000 have half a dozen, of which a report predicts each in seconds.
+    """
+
+    def __init__(self, figures_max: int = _FIGURES_MAX) -> None:
         self.epochs: dict[int, EpochMeasurements] = {}
+        self._figures_max = figures_max
         self._layer_factors: tuple[float, ...] = ()
         self._first = -1  # The iteration with which the newest epoch begins.
 
@@ -71,6 +91,11 @@ class Measurements:
         """Begins an epoch. Its first iteration runs with cold caches and is not counted."""
         if self.epochs:
             self.epochs[max(self.epochs)].condense()
+        num_figures = sum(measured.num_figures for measured in self.epochs.values())
+        for oldest in sorted(self.epochs)[:-1]:
+            if num_figures <= self._figures_max:
+                break
+            num_figures -= self.epochs.pop(oldest).num_figures
         self.epochs[epoch] = EpochMeasurements(plan, [(0, self._layer_factors)])
         self._first = -1
 
@@ -90,6 +115,34 @@ class Measurements:
                 self._first = iteration
             if iteration > self._first:
                 measured.add(report)
+
+
+class KeptPlans:
+    """The plans of a run, by epoch: the newest as they are, older ones deflated.
+
+    Those of an iteration with thousands of microbatches take megabytes each, of which most is
+    alike.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[int, Plan] = {}
+        self._older: dict[int, bytes] = {}
+
+    def share(self, plan: Plan) -> Plan:
+        """Keeps a plan; returns the equal one that is kept, if several messages tell it."""
+        kept = self._newest.pop(plan.epoch, None)
+        self._newest[plan.epoch] = plan if kept != plan else kept
+        while len(self._newest) > _PLANS_MAX:
+            epoch = next(iter(self._newest))
+            encoded = msgspec.json.encode(self._newest.pop(epoch))
+            self._older[epoch] = zlib.compress(encoded, level=1)
+        return self._newest[plan.epoch]
+
+    def json_by_epoch(self) -> dict[int, bytes]:
+        """All plans as JSON, by epoch, ascending."""
+        older = {epoch: zlib.decompress(deflated) for epoch, deflated in self._older.items()}
+        newest = {epoch: msgspec.json.encode(plan) for epoch, plan in self._newest.items()}
+        return dict(sorted((older | newest).items()))
 
 
 # -- the cost of copies in memory, and the time that a failure wastes ------------------------------

@@ -300,8 +300,9 @@ class Report:
         processors: number of processors that all ranks share; 0: each rank has its own.
         first_iteration: iteration with which the run began.
         evaluations: evaluations on held-out data.
-        actions: seconds of forwards and backwards, predicted and measured.
-        memory: memory of ranks, predicted and measured.
+        actions: seconds of forwards and backwards, predicted and measured; of the newest epochs if
+            all have more than 262,144 figures.
+        memory: memory of ranks, predicted and measured; likewise.
         version: version of this format.
     """
 

@@ -16,7 +16,6 @@ from planaria.core.cluster import Node
 from planaria.core.inject import NODELESS_KINDS, Injection
 from planaria.core.kinds import LOSSLESS
 from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
-from planaria.core.plan import Plan
 from planaria.core.records import (
     AwaitingMachine,
     AwaitingSaves,
@@ -31,7 +30,7 @@ from planaria.core.records import (
     Starting,
 )
 from planaria.observe.ledger import Category, Ledger
-from planaria.observe.measurements import CopyMeasurements, Measurements
+from planaria.observe.measurements import CopyMeasurements, KeptPlans, Measurements
 from planaria.observe.metrics import EvaluationRecord, EventRecord, IterationRecord, WorkerRecord
 from planaria.observe.open_events import (
     OpenEvent,
@@ -138,7 +137,7 @@ class Recorder:
         self.traces: dict[int, tuple[dict[int, tuple[MeasuredSpan, ...]], dict[int, int]]] = {}
         self.measurements = Measurements()
         self.copy_measurements = CopyMeasurements()
-        self.plans: dict[int, Plan] = {}
+        self.plans = KeptPlans()
         self._nodes: dict[Node, Node] = {}
         self._shares_s: list[dict[Category, float]] = []  # One per committed iteration.
         self._orders = count()
@@ -162,7 +161,7 @@ class Recorder:
 
     def on_running(self, message: Running) -> tuple[EventRecord, ...]:
         """Records that training runs, for the first time or again; returns the events that end."""
-        self.measurements.begin_epoch(message.epoch, self._shared_plan(message.plan))
+        self.measurements.begin_epoch(message.epoch, self.plans.share(message.plan))
         for rank, worker in message.workers.items():
             self._note_worker(rank, worker, message)
         noticed = self._noticed_events()
@@ -386,7 +385,7 @@ class Recorder:
         """Records how the coordinator decided that the job goes on."""
         message = msgspec.structs.replace(message, inputs=self._inputs(message.inputs))
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
-        self._shared_plan(message.plan)
+        self.plans.share(message.plan)
         self.ledger = self.ledger.recover(recovery_tier(message, self.next_iteration))
         self._undo(message.iteration)
         self._in_flight = self._in_flight.with_answers(
@@ -411,16 +410,10 @@ class Recorder:
         if inputs is None:
             return None
         if inputs.plan is not None:
-            self._shared_plan(inputs.plan)
+            self.plans.share(inputs.plan)
         nodes = tuple(self._nodes.setdefault(node, node) for node in inputs.cluster.nodes)
         cluster = replace(inputs.cluster, nodes=nodes)
         return msgspec.structs.replace(inputs, cluster=cluster, plan=None)
-
-    def _shared_plan(self, plan: Plan) -> Plan:
-        """The equal plan that is kept, so that a plan that several messages tell is kept once."""
-        if self.plans.get(plan.epoch) != plan:
-            self.plans[plan.epoch] = plan
-        return self.plans[plan.epoch]
 
     def on_degraded(self, reason: str, *, iteration: int) -> bool:
         """Records that the job survives fewer failures from now on.
@@ -437,7 +430,7 @@ class Recorder:
         """Records nodes that came, left or changed while training went on; one event per kind."""
         message = msgspec.structs.replace(message, inputs=self._inputs(message.inputs))
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
-        self._shared_plan(message.plan)
+        self.plans.share(message.plan)
         self._move(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
