@@ -71,13 +71,14 @@ class Rank:
         timeout_s: float = TIMEOUT_S,
         patience_s: float = TIMEOUT_S,
         num_writers: int = 2,
+        epoch: int = 0,
     ) -> None:
         save_part(
             run,
             PartAnswer(
                 node=self.rank,
                 rank=self.rank,
-                epoch=0,
+                epoch=epoch,
                 since=since,
                 vector_iteration=17 if self.vector else -1,
                 vector=self.vector,
@@ -145,17 +146,39 @@ def test_each_layer_is_written_as_often_as_may_be_lost_and_once_more(tier: Tier)
     assert assembly.manifest.iteration == 18
 
 
-def test_a_rank_leaves_no_layer_to_ranks_that_may_not_come_to_its_age(run: RunPlace) -> None:
-    """They have the gradients and no vector, so they are at this age only if they hear of it."""
-    for number in (2, 3, 4):
-        answer = PartAnswer(
-            node=0, rank=number, epoch=0, since=-1, layers=(0, 3), age=17, is_complete=True
-        )
-        run.write_answer(answer)
+@pytest.mark.parametrize(
+    ("state", "are_all", "is_left"),
+    [
+        ({"age": 18}, False, True),
+        ({"age": 17}, False, False),
+        ({"age": 17, "is_complete": True}, True, False),
+        ({"age": 17, "is_complete": True, "vector_iteration": 17}, False, True),
+        # They may learn of a vector of iteration 18 that is not here yet.
+        ({"age": 18, "is_complete": True}, False, False),
+        ({"age": 18, "is_complete": True}, True, True),
+        ({"age": 18, "is_complete": True, "vector_iteration": 18}, True, False),
+        ({"age": 18, "epoch": 4}, False, False),
+        ({"age": 18, "epoch": 6}, False, True),
+        ({"age": 18, "since": 2}, False, False),
+    ],
+)
+def test_a_rank_leaves_a_layer_to_ranks_that_surely_come_to_its_age(
+    state: dict[str, Any], *, are_all: bool, is_left: bool, tier: Tier
+) -> None:
+    """And whose parts count if its own does."""
+    run = RunPlace(tier.storage, next_run(tier.storage, "d4"))
+    nodes = (0, 1, 2, 3, *(() if are_all else (4,)))
+    run.write_mark(EpochMark(epoch=5, nodes=nodes, job={}))
+    vector = VECTOR if state.get("vector_iteration") == 17 else b""
+    for number in (0, 2, 3):
+        known: dict[str, Any] = {"epoch": 5, "since": -1, "layers": (0, NUM_LAYERS)} | state
+        run.write_answer(PartAnswer(node=number, rank=number, vector=vector, **known))
     rank = Rank(1, (0, 1, 2), age=18, vector=VECTOR)
-    rank.save(run, timeout_s=0.0, num_writers=1)
+    rank.save(run, timeout_s=0.0, num_writers=1, epoch=5)
 
-    assert rank.messages[-1].num_layers == NUM_LAYERS
+    # The draw of another one is the first for each layer.
+    assert rank.messages[-1].num_others == (NUM_LAYERS if is_left else 0)
+    assert rank.messages[-1].num_layers == (0 if is_left else NUM_LAYERS)
 
 
 def test_layers_that_are_no_range_are_all_written(run: RunPlace) -> None:

@@ -29,7 +29,6 @@ from planaria.coordinator.frozen import replace
 from planaria.coordinator.job_rules import Rules
 from planaria.coordinator.learning.memory_estimates import with_more_room
 from planaria.coordinator.membership.shortage import shortage_text, with_owed_try
-from planaria.coordinator.membership.standby import is_ending
 from planaria.coordinator.recovery import (
     begin_recovery,
     end_job,
@@ -155,12 +154,14 @@ def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: 
         failed = state.stop.failure
         if failed and (is_over or crash.key == _key(failed)):
             return state, ()
-        if _is_ending_anyway(state) and _is_saved_by_others(state, crash):
+        if failed and _is_saved_by_others(state, crash):
             return _ignore(state, crash, text)
         return _fail_job(state, rules, event, reason="the code in a worker raised", now_s=now_s)
-    troubles = state.troubles
+    troubles, worker = state.troubles, state.workers.get(event.rank)
     is_replaced = troubles.replaced.get(event.rank) == event.pid  # The worker raised while ending.
-    if is_over or is_replaced or _is_repeated(state, crash):
+    # Its successor has reported already.
+    is_older = not is_new and worker is not None and worker.pid != event.pid
+    if is_over or is_replaced or is_older or _is_repeated(state, crash):
         return state, ()
     if is_new:  # The worker holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
@@ -304,13 +305,8 @@ def _end_or_evict(
         )
     if counts[crash.rank] < CRASHES_MAX:
         return None
-    if step := _without_answer(rules, state, crash):
-        return step
-    # The job has failed, and this rank cannot save its layers. If others can, it is tried again.
-    is_covered = not missing_without(rules, state, -1, held=_sure_layers(state, crash))
-    if is_covered and counts[crash.rank] <= CRASHES_MAX + 1:
-        return None
-    return _end_unsaved(state, text)
+    # The job has failed, and this rank cannot save what it alone may hold.
+    return _without_answer(rules, state, crash) or _end_unsaved(state, text)
 
 
 def _without_answer(rules: Rules, state: JobState, crash: Crash) -> Step | None:
@@ -331,9 +327,8 @@ def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now
     """Ends the job, which is to be started again elsewhere, once the live layers are saved.
 
     The node is left out of that save if others surely hold all layers. If not, its rank is asked
-    for its own. If that rank crashes once more, it alone is left out while members leave the epoch,
-    and later it is asked once more. The node is left out if only that rank may hold some layers, or
-    if it crashes then, too.
+    for its own. If that rank crashes once more, it alone is left out, or the node if only that rank
+    may hold some layers.
     """
     held = _sure_layers(state, crash)
     mine = [other for other in state.troubles.crashes if other.rank == crash.rank]
@@ -345,8 +340,7 @@ def _end_for_unfit(rules: Rules, state: JobState, crash: Crash, reason: str, now
         return step
     is_covered = not missing_without(rules, state, -1, held=held)
     is_needed = bool(missing_without(rules, state, crash.node, held=held))
-    is_last = was_asked and (not is_covered or num_alike > CRASHES_MAX + 1)
-    is_out = not is_needed or is_last
+    is_out = not is_needed or (was_asked and not is_covered)
     stop = replace(state.stop, is_requested=True, must_end=state.stop.must_end or reason)
     return begin_recovery(
         rules,
@@ -373,28 +367,15 @@ def _is_saved_by_others(state: JobState, crash: Crash) -> bool:
     return crash.rank not in decision.order.layers and not is_over
 
 
-def _is_ending_anyway(state: JobState) -> bool:
-    """Whether the job ends once its last save is over; else it may go on with other machines.
-
-    A rank whose new worker has the job's own code raise has no worker from then on, so that the job
-    cannot go on with it.
-    """
-    decision = state.facts.decision
-    return is_ending(state) or (decision is not None and decision.ending != Ending.LOST)
-
-
 def _ignore(state: JobState, crash: Crash, text: str) -> Step:
     """Counts a crash against nobody; tells the user of the first one of the rank."""
     if _is_repeated(state, crash):
         return state, ()
-    crashes = state.troubles.crashes
-    others = tuple(c for c in crashes if not (c.is_ignored and c.rank == crash.rank))
-    crashes_now = (*others, replace(crash, is_ignored=True))
-    state = replace(state, troubles=replace(state.troubles, crashes=crashes_now))
-    if len(others) < len(crashes):  # New workers may raise at once, again and again.
-        return state, ()
+    # New workers may raise at once, again and again.
+    is_told = any(c.is_ignored and c.rank == crash.rank for c in state.troubles.crashes)
+    state = _with_crash(state, replace(crash, is_ignored=True))
     notice = Warned(text=f"{text}; the last save needs nothing of that rank")
-    return state, (Notify(notice),)
+    return state, () if is_told else (Notify(notice),)
 
 
 def _with_crash(state: JobState, crash: Crash) -> JobState:

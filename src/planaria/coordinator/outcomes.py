@@ -96,6 +96,21 @@ def settled_holders(
     )
 
 
+def writers_of(state: JobState, held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
+    """The layers that each rank is to write: each layer by its holder with the fewest so far.
+
+    Ranks that have crashed since the last commit might do so again, so they write what no other
+    rank holds.
+    """
+    crashed = {crash.rank for crash in state.troubles.crashes}
+    writers: dict[int, list[int]] = {rank: [] for rank in held}
+    for layer in sorted(frozenset[int]().union(*held.values())):
+        ranks = [rank for rank, layers in held.items() if layer in layers]
+        best = min(ranks, key=lambda rank: (rank in crashed, len(writers[rank]), rank))
+        writers[best].append(layer)
+    return {rank: tuple(layers) for rank, layers in writers.items() if layers}
+
+
 def _live_layers(answer: Stopped, iteration: int) -> frozenset[int]:
     return frozenset(
         layer

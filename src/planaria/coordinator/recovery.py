@@ -69,6 +69,7 @@ from planaria.coordinator.outcomes import (
     settled_holders,
     verdict,
     votes,
+    writers_of,
 )
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.saves import await_saves, drop_partial, has_late_answer
@@ -519,7 +520,7 @@ def _save_then_end(
     # Nothing was trained since the save or the seed.
     if ending and not is_begun and not origin.copied:
         return end_job(state, End(Ending(ending), reason, state.stop.failure))
-    layers = {} if state.saves.newest_iteration >= outcome.iteration else _writers(held)
+    layers = {} if state.saves.newest_iteration >= outcome.iteration else writers_of(state, held)
     order = SaveLayers(
         epoch=state.epoch,
         iteration=outcome.iteration,
@@ -543,15 +544,6 @@ def _record_decision(
         facts=replace(state.facts, decision=decision, holding=holding),
     )
     return state, (RecordDecision(outcome, decision),)
-
-
-def _writers(held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
-    """The layers that each rank is to write: each layer by its holder with the fewest so far."""
-    writers: dict[int, list[int]] = {rank: [] for rank in held}
-    for layer in sorted(frozenset[int]().union(*held.values())):
-        ranks = [rank for rank, layers in held.items() if layer in layers]
-        writers[min(ranks, key=lambda rank: (len(writers[rank]), rank))].append(layer)
-    return {rank: tuple(layers) for rank, layers in writers.items() if layers}
 
 
 def _unsaved_text(layer: int) -> str:

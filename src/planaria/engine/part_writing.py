@@ -85,16 +85,16 @@ def save_part(
         return not run.refusal(node=answer.node, epoch=answer.epoch)
 
     storage.request(lambda: run.write_answer(answer))
-    names = _wait_answers(
+    known = _wait_answers(
         run, answer, storage, devices_per_node=devices_per_node, timeout_s=timeout_s
     )
-    newest = storage.request(lambda: _newest_answer(run, answer, names))
+    newest = storage.request(lambda: _newest_answer(run, answer, known.names))
     if newest.vector:
         apply(newest.vector_iteration, newest.vector)
     with _signs_of_life(run, answer):
         for layer, held in sorted(layers().items()):
             done.age = max(done.age, held.age)
-            if _is_left(layer, names, age=held.age, rank=answer.rank, num_writers=num_writers):
+            if known.is_left(layer, age=held.age, answer=answer, num_writers=num_writers):
                 done.num_left += 1
                 continue
             state = dict(held.state_views())
@@ -153,19 +153,40 @@ class _Progress:
         )
 
 
-def _is_left(
-    layer: int, names: Sequence[AnswerName], *, age: int, rank: int, num_writers: int
-) -> bool:
-    """Whether a rank leaves a layer to others that hold it.
+@dataclass(frozen=True, slots=True)
+class _KnownAnswers:
+    """The answers of the newest epoch's members, this rank's included, built on its origin.
 
-    The first ones by a draw write it, so that all ranks write about as much.
+    Attributes:
+        are_all: whether all of its members have answered.
     """
 
-    def draw(holder: int) -> tuple[int, int]:
-        return xxhash.xxh3_64_intdigest(f"{layer} {holder}".encode()), holder
+    names: tuple[AnswerName, ...]
+    are_all: bool
 
-    others = (n.rank for n in names if n.rank != rank and n.holds(layer, age=age))
-    return sum(draw(other) < draw(rank) for other in others) >= num_writers
+    def is_left(self, layer: int, *, age: int, answer: PartAnswer, num_writers: int) -> bool:
+        """Whether a rank leaves a layer to others that hold it.
+
+        The first ones by a draw write it, so that all ranks write about as much. The parts of ranks
+        that have not heard of this rank's epoch may not count (assembly.py).
+
+        Args:
+            age: age of the layer in this rank.
+            answer: answer of this rank.
+        """
+        rank, are_all = answer.rank, self.are_all
+
+        def draw(holder: int) -> tuple[int, int]:
+            return xxhash.xxh3_64_intdigest(f"{layer} {holder}".encode()), holder
+
+        others = (
+            name.rank
+            for name in self.names
+            if name.rank != rank
+            and name.epoch >= answer.epoch
+            and name.holds(layer, age=age, are_all=are_all)
+        )
+        return sum(draw(other) < draw(rank) for other in others) >= num_writers
 
 
 @contextmanager
@@ -236,25 +257,33 @@ def _wait_answers(
     *,
     devices_per_node: int,
     timeout_s: float,
-) -> list[AnswerName]:
-    """The answers of the ranks of the newest epoch, this one included, built on the same origin."""
+) -> _KnownAnswers:
+    """Waits until all members of the newest epoch have answered, or it has taken too long."""
+
+    def look() -> tuple[EpochMark | None, tuple[AnswerName, ...], float]:
+        look_begin_s = time.monotonic()
+        mark, names = run.newest_mark(), run.answer_names()
+        return mark, names, time.monotonic() - look_begin_s
+
     begin_s = time.monotonic()
     while True:
-        look_begin_s = time.monotonic()
-        mark, names = storage.request(lambda: (run.newest_mark(), run.answer_names()))
-        present = {name.rank for name in names}
+        mark, names, look_s = storage.request(look)
+        are_all = _has_all(mark, {name.rank for name in names}, devices_per_node)
         # The answers of others may have been refused as well.
         waits_since_s = min(storage.refused_s, begin_s + storage.patience_s)
-        end_s = max(begin_s, waits_since_s) + timeout_s
-        if _has_all(mark, present, devices_per_node) or time.monotonic() > end_s:
+        left_s = max(begin_s, waits_since_s) + timeout_s - time.monotonic()
+        if are_all or left_s < 0.0:
             break
         # A store takes longer to list the answers of thousands of ranks.
-        time.sleep(max(_LOOK_S, _LOOKING_SHARE * (time.monotonic() - look_begin_s)))
-    per_node = devices_per_node
-    members = [name for name in names if _is_member(name, mark, devices_per_node=per_node)]
-    own_name = answer_name(own)
-    others = [name for name in members if name.since == own.since and name.rank != own.rank]
-    return [own_name, *others]
+        time.sleep(min(max(_LOOK_S, _LOOKING_SHARE * look_s), left_s + _LOOK_S))
+    others = (
+        name
+        for name in names
+        if _is_member(name, mark, devices_per_node=devices_per_node)
+        and name.since == own.since
+        and name.rank != own.rank
+    )
+    return _KnownAnswers((answer_name(own), *others), are_all)
 
 
 def _newest_answer(run: RunPlace, own: PartAnswer, names: Sequence[AnswerName]) -> PartAnswer:

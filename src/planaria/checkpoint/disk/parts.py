@@ -104,10 +104,16 @@ class AnswerName(NamedTuple):
     end_layer: int
     is_complete: bool
 
-    def holds(self, layer: int, *, age: int) -> bool:
-        """Whether the rank holds a layer of an age, or will whatever others tell it."""
-        will_apply = self.is_complete and self.vector_iteration == self.age == age - 1
-        return (self.age == age or will_apply) and self.first_layer <= layer < self.end_layer
+    def holds(self, layer: int, *, age: int, are_all: bool) -> bool:
+        """Whether the rank surely holds a layer of an age once it has applied the newest vector.
+
+        Args:
+            are_all: whether all answers are known; else it may learn of a vector that is not.
+        """
+        has_vector = self.is_complete and self.vector_iteration == self.age
+        is_settled = has_vector or not self.is_complete or are_all
+        is_there = self.first_layer <= layer < self.end_layer
+        return is_there and is_settled and self.age + has_vector == age
 
 
 class PartLayer(msgspec.Struct, frozen=True, kw_only=True):
