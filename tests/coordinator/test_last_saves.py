@@ -209,7 +209,7 @@ def test_a_failed_job_is_saved_though_the_error_comes_again_in_a_rank_that_write
 
 def test_a_mistake_that_a_new_worker_makes_fails_a_job_that_would_wait_for_machines() -> None:
     """The rank has no worker from then on, so that the job could not go on with a machine that
-    comes, and hung."""
+    comes, and hung. A job that must end anyway is not disturbed."""
     waiting = replace(RULES, n0=3, wait_s=600.0)
     state = training_of_four_ranks(waiting)
     exited = on_node_1(worker_exit(4))
@@ -218,9 +218,29 @@ def test_a_mistake_that_a_new_worker_makes_fails_a_job_that_would_wait_for_machi
     state, commands = after(state, answers(state, without=4), waiting)
     assert of_type(commands, RecordDecision)[0].decision.ending == Ending.LOST
     mistake = on_node_1(worker_failure(4, GPU_LOST, epoch=-1, pid=91, blame="job"))
-    state, _ = after(state, [DecisionRecorded(1), mistake], waiting)
+    failed, _ = after(state, [DecisionRecorded(1), mistake], waiting)
+    assert failed.stop.failure is not None
+    ending = replace(state, stop=replace(state.stop, must_end="the disk is full"))
+    saving, _ = after(ending, [DecisionRecorded(1), mistake], waiting)
 
-    assert state.stop.failure is not None
+    assert saving.stop.failure is None
+    assert (saving.phase, saving.epoch) == (Phase.SAVING, 1)
+
+
+def test_of_two_ranks_that_have_crashed_the_one_writes_that_did_so_less_often() -> None:
+    """The other one was asked again and again if both had."""
+    state = training_of_four_ranks(RULES)
+    crashes = tuple(Crash(1, rank, pid, -1, GPU_LOST) for rank, pid in ((4, 9), (0, 10), (0, 11)))
+    state = replace(state, troubles=replace(state.troubles, crashes=crashes))
+    exited = structs.replace(worker_exit(1), node=0)
+    events: list[Event] = [MustEnd("the disk is full"), exited, worker_of_four(1, pid=90)]
+    state, _ = after(state, [*events, MembersRecorded(1)], RULES)
+    _, commands = after(state, answers(state, without=1), RULES)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert isinstance(record.decision.order, SaveLayers)
+    assert 0 not in record.decision.order.layers
+    assert record.decision.order.layers[4] == tuple(state.plan.layers_by_rank[4])
 
 
 @pytest.mark.parametrize("has_failed", [False, True])

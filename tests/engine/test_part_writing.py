@@ -158,6 +158,8 @@ def test_each_layer_is_written_as_often_as_may_be_lost_and_once_more(tier: Tier)
         ({"age": 18, "is_complete": True}, True, True),
         ({"age": 18, "is_complete": True, "vector_iteration": 18}, True, False),
         ({"age": 18, "epoch": 4}, False, False),
+        # Their epoch is not marked yet, so that nobody knows who is in it.
+        ({"age": 18, "is_complete": True, "epoch": 6}, True, False),
         ({"age": 18, "epoch": 6}, False, True),
         ({"age": 18, "since": 2}, False, False),
     ],

@@ -96,7 +96,8 @@ def test_a_late_report_of_an_epoch_that_is_over_counts_where_nothing_else_does()
 
 def test_the_oldest_epochs_are_forgotten_once_there_are_many_figures() -> None:
     """With 8,000 ranks an epoch's figures were megabytes, and each was predicted at the end."""
-    measurements = Measurements(figures_max=20)
+    num_hops = sum(map(len, PLAN.routes))
+    measurements = Measurements(figures_max=20 + 2 * num_hops)
     for epoch in range(6):
         measurements.begin_epoch(epoch, PLAN)
         for iteration in (10 * epoch, 10 * epoch + 1):
@@ -106,6 +107,15 @@ def test_the_oldest_epochs_are_forgotten_once_there_are_many_figures() -> None:
     # An epoch has two medians and a peak of each of three ranks.
     assert list(measurements.epochs) == [3, 4, 5]
     assert measurements.epochs[3].seconds()[2, "F"] == 1.0
+
+
+def test_epochs_of_one_iteration_are_forgotten_too() -> None:
+    """They have no figures, but each has a plan. The epochs of a change's switches are such."""
+    measurements = Measurements(figures_max=5 * sum(map(len, PLAN.routes)))
+    for epoch in range(20):
+        measurements.begin_epoch(epoch, PLAN)
+
+    assert list(measurements.epochs) == [14, 15, 16, 17, 18, 19]
 
 
 def test_older_plans_take_little_memory_and_are_all_told() -> None:

@@ -154,7 +154,8 @@ def on_worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: 
         failed = state.stop.failure
         if failed and (is_over or crash.key == _key(failed)):
             return state, ()
-        if failed and _is_saved_by_others(state, crash):
+        # Any other job may still have to go on, and the rank has no worker from then on.
+        if (failed or state.stop.must_end) and _is_saved_by_others(state, crash):
             return _ignore(state, crash, text)
         return _fail_job(state, rules, event, reason="the code in a worker raised", now_s=now_s)
     troubles, worker = state.troubles, state.workers.get(event.rank)

@@ -99,14 +99,14 @@ def settled_holders(
 def writers_of(state: JobState, held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
     """The layers that each rank is to write: each layer by its holder with the fewest so far.
 
-    Ranks that have crashed since the last commit might do so again, so they write what no other
-    rank holds.
+    Ranks that have crashed since the last commit might do so again, so of several holders those
+    write that have crashed least often.
     """
-    crashed = {crash.rank for crash in state.troubles.crashes}
+    crashes = Counter(crash.rank for crash in state.troubles.crashes)
     writers: dict[int, list[int]] = {rank: [] for rank in held}
     for layer in sorted(frozenset[int]().union(*held.values())):
         ranks = [rank for rank, layers in held.items() if layer in layers]
-        best = min(ranks, key=lambda rank: (rank in crashed, len(writers[rank]), rank))
+        best = min(ranks, key=lambda rank: (crashes[rank], len(writers[rank]), rank))
         writers[best].append(layer)
     return {rank: tuple(layers) for rank, layers in writers.items() if layers}
 

@@ -265,10 +265,10 @@ def _wait_answers(
         mark, names = run.newest_mark(), run.answer_names()
         return mark, names, time.monotonic() - look_begin_s
 
-    begin_s = time.monotonic()
+    begin_s, own_name = time.monotonic(), answer_name(own)
     while True:
         mark, names, look_s = storage.request(look)
-        are_all = _has_all(mark, {name.rank for name in names}, devices_per_node)
+        are_all = _has_all(mark, (own_name, *names), devices_per_node)
         # The answers of others may have been refused as well.
         waits_since_s = min(storage.refused_s, begin_s + storage.patience_s)
         left_s = max(begin_s, waits_since_s) + timeout_s - time.monotonic()
@@ -283,7 +283,7 @@ def _wait_answers(
         and name.since == own.since
         and name.rank != own.rank
     )
-    return _KnownAnswers((answer_name(own), *others), are_all)
+    return _KnownAnswers((own_name, *others), are_all)
 
 
 def _newest_answer(run: RunPlace, own: PartAnswer, names: Sequence[AnswerName]) -> PartAnswer:
@@ -295,14 +295,14 @@ def _newest_answer(run: RunPlace, own: PartAnswer, names: Sequence[AnswerName]) 
     return own
 
 
-def _has_all(mark: EpochMark | None, present: set[int], devices_per_node: int) -> bool:
-    """Whether all ranks of the marked epoch have answered."""
-    if mark is None:
+def _has_all(mark: EpochMark | None, names: Sequence[AnswerName], devices_per_node: int) -> bool:
+    """Whether all ranks of the newest epoch have answered; unknown of one that is not marked."""
+    if mark is None or mark.epoch < max(name.epoch for name in names):
         return False
     ranks = {
         n * devices_per_node + device for n in mark.nodes for device in range(devices_per_node)
     }
-    return ranks <= present
+    return ranks <= {name.rank for name in names}
 
 
 def _is_member(name: AnswerName, mark: EpochMark | None, *, devices_per_node: int) -> bool:

@@ -165,7 +165,10 @@ def _memory(
 
 
 def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Comparison]:
-    """The traced iterations with their predictions; the clock starts with the first rank."""
+    """The traced iterations with their predictions; the clock starts with the first rank.
+
+    Those of epochs that are forgotten are left out (observe/measurements.py).
+    """
     predictions: dict[tuple[int, tuple[float, ...]], Prediction] = {}
     for record in recorder.iterations:
         of_epoch = recorder.measurements.epochs.get(record.epoch)

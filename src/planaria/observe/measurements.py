@@ -16,7 +16,7 @@ from planaria.core.messages import IterationDone
 from planaria.core.plan import Plan
 
 _NEWEST: Final = 64  # A median is over the newest 64 iterations, so that memory stays bounded.
-_FIGURES_MAX: Final = 1 << 18  # Medians and peaks that are kept of epochs that are over.
+_FIGURES_MAX: Final = 1 << 18  # Medians, peaks and hops that are kept of epochs that are over.
 _PLANS_MAX: Final = 4  # Plans that are kept as they are; older ones are deflated.
 _AGES_MAX: Final = 4096  # A version that takes more iterations to be complete is not counted.
 
@@ -64,8 +64,9 @@ class EpochMeasurements:
 
     @property
     def num_figures(self) -> int:
-        """The number of medians and peaks of an epoch that is over."""
-        return len(self._medians) + len(self._peak_bytes)
+        """The number of medians and peaks of an epoch that is over, and of hops in its plan."""
+        num_hops = sum(map(len, self.plan.routes))
+        return len(self._medians) + len(self._peak_bytes) + num_hops
 
     def peak_bytes(self) -> dict[int, tuple[int, int]]:
         """Peak bytes by rank: (bytes of tensors, bytes of memory)."""
@@ -76,9 +77,10 @@ class Measurements:
     """Measurements of a job, by epoch.
 
     Args:
-        figures_max: number of medians and peaks of epochs that are over, of all ranks. Beyond it
-            the oldest epochs are forgotten: a hundred ranks have hundreds of epochs before that,
-            8,000 have half a dozen, of which a report predicts each in seconds.
+        figures_max: number of medians and peaks of epochs that are over, of all ranks, and of hops
+            in their plans. Beyond it the oldest epochs are forgotten: a hundred ranks have hundreds
+            of epochs before that, 8,000 have half a dozen, of which a report predicts each in
+            seconds.
     """
 
     def __init__(self, figures_max: int = _FIGURES_MAX) -> None:

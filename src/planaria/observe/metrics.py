@@ -301,7 +301,7 @@ class Report:
         first_iteration: iteration with which the run began.
         evaluations: evaluations on held-out data.
         actions: seconds of forwards and backwards, predicted and measured; of the newest epochs if
-            all have more than 262,144 figures.
+            all have more than 262,144 figures and hops of microbatches.
         memory: memory of ranks, predicted and measured; likewise.
         version: version of this format.
     """
