@@ -150,6 +150,17 @@ def test_a_node_that_joined_with_a_known_low_speed_is_slow() -> None:
     assert health(status(ON, slow, unreachable=(2,)))[2] == "unreachable"
 
 
+def test_a_slow_node_is_slow_after_a_loss_only_if_the_new_plan_says_so() -> None:
+    """No change tells that it is fast again, so it was slow for the rest of the job."""
+    slow = msgspec.structs.replace(
+        change_message(), kinds=dict.fromkeys((0, 1, 2), ChangeKind.SLOW), plan=FIRST
+    )
+    plan = with_kinds(shaped_plan((2,), 4), {1: NodeKind(0.5)})
+    decided = msgspec.structs.replace(decision_message(3.0), plan=plan)
+
+    assert health(status(ON, slow, decided)) == {0: "ok", 1: "slow", 2: "slow"}
+
+
 def test_the_newest_commit_tells_the_speeds_of_links() -> None:
     first, second = commit_message(6, 2.0), commit_message(7, 3.0)
     first = msgspec.structs.replace(first, links={"inter_node": 1e9})

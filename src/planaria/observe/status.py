@@ -102,7 +102,7 @@ class Standing:
         has_trained: whether training has begun.
         lost: nodes that were lost, also while they waited to join.
         slow: nodes that have become slow and were given less work; the plan has the speeds of
-            others that were slow when they joined.
+            others that were slow when they joined, or when it answered a loss.
         links: measured bytes per second by kind of link.
     """
 
@@ -131,6 +131,8 @@ class Standing:
                     plan=message.plan,
                     num_committed=message.iteration,
                     degraded=message.degraded,
+                    # The plan has the speeds of the nodes at work; no change tells them anew.
+                    slow=self.slow.difference(message.plan.nodes),
                 )
             case Running():
                 return replace(self, plan=message.plan, is_training=True, has_trained=True)
