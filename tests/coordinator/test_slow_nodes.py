@@ -184,7 +184,8 @@ def test_a_slow_node_that_is_gone_is_told_of_no_more(word: str) -> None:
 
     assert cluster.state.nodes == (0, 2, 3, 4)
     assert (speeds, cluster.state.idle) == ({}, {})
-    assert of_type(cluster.commands[number:], Warned) == []
+    warnings = of_type(cluster.commands[number:], Warned)
+    assert [warning.text for warning in warnings if not warning.left] == []
     reasons = [changed.reason for changed in of_type(cluster.commands[number:], Changed)]
     assert not any("node 1" in reason for reason in reasons)
 

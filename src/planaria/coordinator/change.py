@@ -22,7 +22,8 @@ looked for; layers that have moved count. Nodes that are taken away before other
 first.
 
 The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
-A loss or a new coordinator ends an unfinished change; afterwards a change is looked for anew.
+A loss or a new coordinator ends an unfinished change, and tells who has come and left by then;
+afterwards a change is looked for anew.
 
 Source: docs/protocol.md, "Joins"; Odyssey, section IV-B, for the layers
 that have to move.
@@ -59,6 +60,7 @@ from planaria.coordinator.membership.standby import (
     with_postponed,
 )
 from planaria.coordinator.membership.trust import node_for_policies
+from planaria.coordinator.membership.untold import untold_after, without_told
 from planaria.coordinator.placing import copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import JobState, Situation, Step
@@ -380,6 +382,7 @@ def _record_switch(state: JobState) -> Step:
         nodes=nodes,
         gone=gone,
         is_planned=True,
+        untold=untold_after(state, nodes, change.kinds),
         failures=dict(state.membership.failures),
         history=state.membership.history,
         findings=state.learning.findings,
@@ -459,6 +462,7 @@ def commit_switch(rules: Rules, state: JobState) -> Step:
         candidates={n: waits for n, waits in members.candidates.items() if n not in switch.nodes},
         leaving={node: leave for node, leave in members.leaving.items() if node in switch.nodes},
         postponed={n: leave for n, leave in members.postponed.items() if n in switch.nodes},
+        untold=untold_after(state, switch.nodes, change.kinds),
     )
     state = replace(
         state,
@@ -528,7 +532,7 @@ def on_epoch_entered(rules: Rules, state: JobState, now_s: float) -> Step:
         change=None,
         search=replace(state.search, is_plan_searched=is_searched, dropped_s=0.0, dropped_bytes=0),
     )
-    return with_tolerance(rules, state), (Notify(notice),)
+    return with_tolerance(rules, without_told(state, change.kinds)), (Notify(notice),)
 
 
 def order_next_switch(rules: Rules, state: JobState, now_s: float) -> Step:

@@ -57,6 +57,7 @@ from planaria.coordinator.membership.standby import (
     replacements_at_loss,
 )
 from planaria.coordinator.membership.trust import node_for_policies, with_failures, without_gone
+from planaria.coordinator.membership.untold import untold_joined, untold_warnings
 from planaria.coordinator.outcomes import (
     Verdict,
     back_point,
@@ -112,13 +113,12 @@ def begin_recovery(
     history = _history(rules, state, kind, concerned, now_s=now_s)
     members, alive = state.membership, tuple(n for n in state.all_nodes if n not in nodes)
     num_left = sum(member not in members.leaving for member in alive)
-    joined = replacements_at_loss(rules, state, num_left, now_s)
-    remaining = tuple(sorted({*alive, *joined}))
-    if state.facts.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
-        joined += tuple(node for node in state.facts.loss.joined if node in remaining)
+    replacements = replacements_at_loss(rules, state, num_left, now_s)
+    remaining = tuple(sorted({*alive, *replacements}))
+    joined, departures = {*replacements, *untold_joined(state, alive)}, untold_warnings(state)
     epoch = max(state.epochs) + 1
     state = with_joining_speeds(state, remaining)
-    loss = Loss(kind, concerned, reason, now_s, joined)
+    loss = Loss(kind, concerned, reason, now_s, tuple(sorted(joined)))
     over = {*remaining, *nodes}  # A node that is lost while it joins is a candidate, too.
     members = replace(
         members,
@@ -126,6 +126,7 @@ def begin_recovery(
         candidates={n: waits for n, waits in members.candidates.items() if n not in over},
         leaving={n: leave for n, leave in members.leaving.items() if n in remaining},
         postponed={n: leave for n, leave in members.postponed.items() if n in remaining},
+        untold={},
         history=history,
     )
     state, dropped = drop_partial(state)
@@ -143,7 +144,7 @@ def begin_recovery(
     )
     state = without_gone(without_former_members(state))
     evict = (Evict(nodes),) if nodes else ()
-    commands: tuple[Command, ...] = (Notify(_notice(state, raised)), *dropped, *evict)
+    commands: tuple[Command, ...] = (*departures, Notify(_notice(state, raised)), *dropped, *evict)
     if not (remaining or can_await(rules, state) or may_return(state)):
         lost = "; what was not saved yet is lost" if state.stop.failure else ""
         state, end = _end_unsaved(state, f"no node is left{lost}")

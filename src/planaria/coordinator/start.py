@@ -13,6 +13,7 @@ from planaria.coordinator.learning.memory_estimates import fitted_rules
 from planaria.coordinator.learning.profile_correction import restored_learning
 from planaria.coordinator.learning.slowness import without_former_members
 from planaria.coordinator.membership.shortage import num_tolerated
+from planaria.coordinator.membership.untold import untold_warnings, without_told
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of, with_exposed_domains
 from planaria.coordinator.recovery import begin_recovery
 from planaria.coordinator.state import (
@@ -29,7 +30,7 @@ from planaria.coordinator.state import (
 )
 from planaria.coordinator.step import advance
 from planaria.core.findings import FailureHistory, Findings
-from planaria.core.kinds import LossKind
+from planaria.core.kinds import ChangeKind, LossKind
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (
@@ -125,6 +126,7 @@ def restored_step(
             failures=members.failures,
             history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
             tolerance=num_tolerated(rules, len(plan.nodes), plan),
+            untold=members.untold,
         ),
         facts=EpochFacts(loss=Loss(LossKind.LOST, (), _UNKNOWN_LOSS, now_s)),
         saves=_saves(rules, members, plan),
@@ -139,7 +141,10 @@ def restored_step(
         commits = replace(first.commits, next_iteration=state.commits.next_iteration)
         return replace(first, commits=commits), (record,)
     if decision and decision.order.epoch == members.epoch and not _is_midway(decision):
-        return advance(rules, _with_decision(state, decision, now_s), now_s)
+        warnings = () if _has_told(decision, progress) else untold_warnings(state, ChangeKind)
+        state = _with_decision(without_told(state, members.untold), decision, now_s)
+        state, commands = advance(rules, state, now_s)
+        return state, (*warnings, *commands)
     if members.is_planned:
         # Nobody knows which ranks have begun this epoch, or what was to follow it. If all did not
         # leave it, silent members would stay silent: nobody would ask for the change again.
@@ -147,6 +152,17 @@ def restored_step(
         return begin_recovery(rules, state, LossKind.LEADER, (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
+
+
+def _has_told(decision: Decision, progress: Progress | None) -> bool:
+    """Whether the coordinator before this one has surely told of the change that led to this epoch.
+
+    It did so before the first commit of the epoch.
+    """
+    order = decision.order
+    if progress is None or progress.epoch != order.epoch:
+        return False
+    return progress.num_committed > order.iteration
 
 
 def _saves(rules: Rules, members: Members, plan: Plan) -> Saves:

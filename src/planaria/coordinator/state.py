@@ -11,7 +11,7 @@ from planaria.coordinator.membership.waiting_nodes import LeaveRequest, WaitingN
 from planaria.coordinator.switching import Change, Switch
 from planaria.core.cluster import PROFILED_KIND
 from planaria.core.findings import FailureHistory
-from planaria.core.kinds import LossKind
+from planaria.core.kinds import ChangeKind, LossKind
 from planaria.core.messages import (
     CopySpoilt,
     Corrupted,
@@ -49,7 +49,8 @@ class Loss(msgspec.Struct, frozen=True):
         kind: name of what happened, as the report has it.
         nodes: the nodes that it concerns; they are lost if they are no members any more.
         lost_s: time at which it was noticed.
-        joined: candidates that were needed, and so became members at once.
+        joined: candidates that were needed, and so became members at once, and nodes that switches
+            have made members, and of which the launcher had not been told.
         is_waiting: whether too few nodes are left, and the launcher was told that the job waits for
             a machine.
         awaits_saves: whether the launcher was told that the recovery waits for the disk's answer.
@@ -104,6 +105,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
         candidates: nodes that have arrived and are not members.
         leaving: nodes that are to leave, with the request for each.
         postponed: nodes on unfit machines that are to leave once others can take their places.
+        untold: nodes that switches have made members, or members no more, and of which the launcher
+            has not been told, with the kind of the change.
         tolerance: number of failures at once that the launcher knows to be survived; None: f.
     """
 
@@ -118,6 +121,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Mapping[int, WaitingNode] = msgspec.field(default_factory=dict)
     leaving: Mapping[int, LeaveRequest] = msgspec.field(default_factory=dict)
     postponed: Mapping[int, LeaveRequest] = msgspec.field(default_factory=dict)
+    untold: Mapping[int, ChangeKind] = msgspec.field(default_factory=dict)
     tolerance: int | None = None
 
 

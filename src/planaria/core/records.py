@@ -39,6 +39,9 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         gone: nodes that were members once and are not any more; they are out of the job for good.
         is_planned: whether the epoch begins at a commit of the epoch before it, or never begins; it
             has no decision on record until it has begun.
+        untold: nodes that switches up to this epoch's have made members, or members no more, with
+            the kind of the change; the launcher is told once every rank has begun a change's last
+            epoch, or when a loss ends the change.
         spoilt: versions of the disk tier that could not be read, not even by the head.
         failures: number of failures and time of the last one, by machine; machines whose failures
             no longer count may be left out.
@@ -53,6 +56,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[int, ...]
     gone: tuple[int, ...] = ()
     is_planned: bool = False
+    untold: dict[int, ChangeKind] = {}
     spoilt: tuple[str, ...] = ()
     failures: dict[str, tuple[int, float]] = {}
     history: FailureHistory = FailureHistory()

@@ -280,7 +280,7 @@ def test_a_node_that_is_joining_takes_no_second_place() -> None:
 
     assert cluster.state.nodes == (1, 2, 3)
     (decided,) = of_type(cluster.commands, Decided)
-    assert decided.joined == (3,)
+    assert decided.joined == (2, 3)
 
 
 def test_a_node_that_is_lost_while_it_joins_is_not_its_own_replacement() -> None:
