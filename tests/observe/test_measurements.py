@@ -58,6 +58,21 @@ def test_corrections_hold_from_their_iteration_on_and_in_later_epochs() -> None:
     assert after.layer_factors(12) == (3.0,)
 
 
+def test_an_epoch_that_is_told_again_goes_on() -> None:
+    """A coordinator that is restarted tells that its epoch runs, and the epoch lost its figures."""
+    measurements = Measurements()
+    measurements.begin_epoch(3, PLAN)
+    for iteration, forward_s in enumerate((9.0, 1.0, 2.0)):
+        measurements.add_iteration(iteration, [done(0, iteration, forward_s, peak_bytes=8)])
+    measurements.add_correction(3, 3, (2.0,))
+    measurements.begin_epoch(3, PLAN)
+    again = measurements.epochs[3]
+
+    assert again.seconds() == {(0, "B"): 3.0, (0, "F"): 1.5}
+    assert again.peak_bytes() == {0: (0, 8)}
+    assert [again.layer_factors(i) for i in (0, 2, 3)] == [(), (), (2.0,)]
+
+
 def test_epochs_that_are_over_keep_medians_alone() -> None:
     """At 1,000 ranks the numbers of an epoch were 5.9 MB, and the report has only medians."""
     measurements, sizes = Measurements(), list[int]()

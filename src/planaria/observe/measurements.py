@@ -90,7 +90,10 @@ class Measurements:
         self._first = -1  # The iteration with which the newest epoch begins.
 
     def begin_epoch(self, epoch: int, plan: Plan) -> None:
-        """Begins an epoch. Its first iteration runs with cold caches and is not counted."""
+        """Begins an epoch, unless a restarted coordinator tells of it again. Its first iteration
+        runs with cold caches and is not counted."""
+        if epoch in self.epochs:
+            return
         if self.epochs:
             self.epochs[max(self.epochs)].condense()
         num_figures = sum(measured.num_figures for measured in self.epochs.values())
