@@ -193,6 +193,22 @@ def test_a_report_from_before_saves_had_a_table_of_their_own_is_still_read(
     assert read_run(path, option="--replay").saves == {"every": 5.0}
 
 
+def test_seconds_of_copies_in_an_old_report_are_not_taken_for_those_of_saves(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """Both had one table, in which the entries of copies took the place of those of saves."""
+    report = copy.deepcopy(whole_report)
+    report["job"]["checkpoint"]["copies"] = 2
+    table = {"every": 1.0, "checkpoint_s": 0.5, "idle_used_s": 0.1, "idle_left_s": 0.2}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report | {"version": 2, "checkpoints": table}))
+    run = read_run(path, option="--calibrate")
+
+    assert run.saves == {}
+    costs = {cost.name: cost for cost in calibrated_costs(run)}
+    assert costs["save_bytes_per_s"].num_events == 0
+
+
 @pytest.mark.parametrize(
     ("place", "value", "why"),
     [

@@ -193,7 +193,7 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
         plans=plans,
         iterations=iterations,
         events=events,
-        saves=_saves(report),
+        saves=_saves(report, num_copies=config.checkpoint.copies),
         ledger=ledger,
         wasted=_value(report.get("wasted", {}), dict[str, dict[str, float]]),
         first_iteration=_value(report["first_iteration"], int),
@@ -204,10 +204,12 @@ def _run(report: Mapping[str, Any], name: str) -> RecordedRun:
     )
 
 
-def _saves(report: Mapping[str, Any]) -> dict[str, float]:
-    """What saves took; reports of version 2 had no table of their own for them."""
+def _saves(report: Mapping[str, Any], *, num_copies: int) -> dict[str, float]:
+    """What saves took; reports of version 2 had no table of their own for them, and with copies
+    in memory they tell what copies took in its place."""
     if report["version"] == _OLDEST_VERSION:
-        return _value(report["checkpoints"], dict[str, float])
+        table = _value(report["checkpoints"], dict[str, float])
+        return {} if num_copies else table
     return _value(report["checkpoints"], dict[str, dict[str, float]]).get("disk", {})
 
 
