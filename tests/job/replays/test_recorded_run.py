@@ -13,10 +13,12 @@ from helpers.command import PACED
 from helpers.strategies import equal_problem
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.findings import FailureHistory, Findings
+from planaria.core.plan import NodeKind, Plan
 from planaria.core.records import DecisionInputs
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job.config import load_job
+from planaria.job.machine_kinds import plan_for_kinds
 from planaria.job.planning import plan_job
 from planaria.job.replays.calibration import PlanSeconds, calibrated_costs, recovery_costs
 from planaria.job.replays.recorded_run import read_run
@@ -180,6 +182,38 @@ def test_a_simulation_of_a_run_takes_the_time_of_its_evaluations(
     real = run.samples / (run.trained_until_s - run.startup_s)
     assert simulated.trained_samples_per_s / real == pytest.approx(1.0, rel=0.02)
     assert simulated.ledger["evaluation"] == pytest.approx(10.0, rel=0.02)
+
+
+def relative_goodput(tmp_path: Path, report: dict[str, Any], events: list[Any]) -> float:
+    """Simulated over real goodput of a run on machines of two kinds, which changes no plan."""
+    first = msgspec.convert(report["plan"], Plan, str_keys=True)
+    problem = equal_problem(device_memory_bytes=200 << 20, num_microbatches=len(first.routes))
+    plan = json.loads(msgspec.json.encode(plan_for_kinds(problem, first, {0: NodeKind(0.5)})))
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report | {"plan": plan, "plans": {"0": plan}, "events": events}))
+    run = read_run(path, option="--replay")
+    policy = run.planned.config.resilience.policy
+    simulated = simulated_run(run, recovery_costs(calibrated_costs(run)), policy=policy)
+    assert not simulated.decisions
+    real = run.samples / (run.trained_until_s - run.startup_s)
+    return simulated.trained_samples_per_s / real
+
+
+def test_a_simulation_of_a_run_has_the_machines_of_two_kinds_that_it_had(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """All were equally fast there, so the seconds that the run had measured were taken for those
+    of slow machines, and the coordinator looked for a plan for nodes that were slow no more."""
+    assert relative_goodput(tmp_path, whole_report, []) == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_machine_of_a_slower_kind_that_slows_down_is_slower_than_its_kind(
+    tmp_path: Path, whole_report: dict[str, Any]
+) -> None:
+    """An injection says how many times as long as before its node takes."""
+    slow = {"kind": "slow", "nodes": [0], "iteration": 15, "at_s": 16.5, "value": 2.0}
+
+    assert relative_goodput(tmp_path, whole_report, [slow]) < 0.95
 
 
 @pytest.mark.parametrize(("version", "table"), [(2, {"every": 5.0}), (3, {"disk": {"every": 5.0}})])

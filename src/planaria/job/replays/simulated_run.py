@@ -156,7 +156,9 @@ def _planaria_run(
     """The simulated job; it begins with the plan of the run, unless the policy needs another."""
     problem, planned = setting.catalog.problem, run.planned
     plan_of = plans_of(setting)
-    findings = msgspec.structs.replace(run.findings, layer_factors=())  # The catalog has them.
+    # The catalog has the factors; the speeds are those of the first machines' kinds.
+    kinds = planned.plan.slow_nodes
+    findings = msgspec.structs.replace(run.findings, layer_factors=(), speeds=dict(kinds))
 
     if TRAITS[setting.job.resilience.policy].has_shadows:
         plan = setting.catalog.plans[setting.num_nodes]
@@ -171,7 +173,7 @@ def _planaria_run(
         plan = planned.plan if is_first and not has_shadows else best.plan
         return PricedPlan(plan, expected_times(problem, plan).iteration_s + findings.beside_s)
 
-    return PlanariaRun(
+    simulated = PlanariaRun(
         _rules(setting),
         first_or_best,
         setting.costs,
@@ -185,6 +187,8 @@ def _planaria_run(
             head_lives=True,
         ),
     )
+    simulated.machines.set_speeds(kinds)
+    return simulated
 
 
 def _rules(setting: Setting) -> Rules:
@@ -241,7 +245,8 @@ def _happenings(run: RecordedRun) -> _Happenings:
             happenings.add(event.at_s, partial(_give_notice, event.nodes, notice_s))
         elif event.kind == "unslowed" or (event.kind == "slow" and event.value):
             speed = 1.0 / event.value if event.kind == "slow" else 1.0
-            speeds = dict.fromkeys(event.nodes, speed)
+            kinds = run.planned.plan.slow_nodes  # A fault adds to what a kind is slower.
+            speeds = {node: speed * kinds.get(node, 1.0) for node in event.nodes}
             happenings.add(event.at_s, partial(_set_speeds, speeds))
         elif inputs and inputs.lost and event.over_at_s > event.at_s:
             happenings.stood_for.append(event)
