@@ -292,6 +292,7 @@ def test_training_runs_once_every_rank_is_ready() -> None:
     assert running.materialised == {rank: rank + 1 for rank in PLAN.ranks}
     assert running.received_bytes == 60
     assert (running.regroup_s, running.transfer_s) == pytest.approx((0.3, 0.5))
+    assert running.predicted_s == 0.5  # Of a run that a new head takes up, it knows no other.
 
 
 def test_a_stop_before_the_start_is_told_after_it() -> None:

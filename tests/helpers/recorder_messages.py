@@ -84,6 +84,7 @@ def running(
         regroup_s=regroup_s,
         transfer_s=transfer_s,
         now_s=now_s,
+        predicted_s=0.5,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 from msgspec import structs
 
+from helpers.jobs import shaped_plan
 from helpers.recorder_messages import (
     SPAN,
     commit_message,
@@ -165,6 +166,19 @@ def test_evaluations_are_recorded_once_and_their_time_is_no_training() -> None:
     run.on_committed(commit_message(6, 20.0))  # The job went back.
     assert list(run.evaluations) == [6]
     assert "evaluation" not in parts(run, 20.0)
+
+
+def test_a_run_that_is_taken_up_has_the_prediction_of_its_plan_of_now() -> None:
+    """Its next head is told of no decision before it, and had the first plan's until a loss."""
+    taken_up = Recorder(start_s=10.0, predicted_s=0.5, predicted_peak_bytes=999)
+    message = structs.replace(
+        running(14.0, epoch=7), plan=shaped_plan((1,), 4), predicted_s=2.0, layer_factors=(3.0,)
+    )
+    taken_up.on_running(message, predicted_peak_bytes=777)
+    record = taken_up.on_committed(commit_message(6, 16.0, epoch=7))
+
+    assert (record.predicted_s, record.predicted_peak_bytes) == (2.0, 777)
+    assert taken_up.measurements.epochs[7].layer_factors(6) == (3.0,)
 
 
 def test_workers_are_listed_by_rank_each_with_its_epochs() -> None:

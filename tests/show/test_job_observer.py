@@ -6,7 +6,9 @@ import time
 import pytest
 from msgspec import structs
 
+from helpers.jobs import shaped_plan
 from helpers.recorder_messages import (
+    PLAN,
     commit_message,
     decision_message,
     loss_message,
@@ -30,12 +32,14 @@ class Notes:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.plans: list[Plan] = []
 
     def show_training(self) -> None: ...
 
     def show_iteration(self, record: IterationRecord) -> None: ...
 
-    def show_next_plan(self, plan: Plan) -> None: ...
+    def show_next_plan(self, plan: Plan) -> None:
+        self.plans.append(plan)
 
     def note(self, text: str) -> None:
         self.texts.append(text)
@@ -47,6 +51,7 @@ def watched(callbacks: CallbackThread | None = None) -> tuple[JobObserver, Recor
     observer = JobObserver(
         recorder,
         notes,
+        plan=PLAN,
         predicted_peak_bytes=lambda _: 555,
         evaluates=True,
         callbacks=callbacks or CallbackThread(()),
@@ -65,6 +70,25 @@ def test_a_missing_last_evaluation_is_told() -> None:
 
     (text,) = notes.texts
     assert text.startswith("held-out data were not evaluated after 6 iterations: a node was lost")
+
+
+def test_the_plan_of_a_run_that_is_taken_up_is_shown() -> None:
+    """Else the table showed pipelines on nodes that were gone, until the next loss."""
+    observer, recorder, notes = watched()
+    plan = shaped_plan((1,), 4)
+    observer.on_message(structs.replace(running(12.0, epoch=7), plan=plan))
+    observer.on_message(commit_message(6, 14.0, epoch=7))
+
+    assert notes.plans == [plan]
+    assert recorder.iterations[0].predicted_peak_bytes == 555
+
+
+def test_the_first_plan_of_a_run_is_not_shown_again() -> None:
+    """It is shown before the nodes start."""
+    observer, _, notes = watched()
+    observer.on_message(running(12.0))
+
+    assert not notes.plans
 
 
 class _Raising(Callbacks):

@@ -72,7 +72,7 @@ from planaria.coordinator.learning.link_speeds import (
 )
 from planaria.coordinator.learning.memory_estimates import with_memory_shortage
 from planaria.coordinator.learning.overhead import with_order, with_start
-from planaria.coordinator.learning.profile_correction import with_corrections
+from planaria.coordinator.learning.profile_correction import iteration_s, with_corrections
 from planaria.coordinator.learning.slowness import with_speeds
 from planaria.coordinator.membership.candidates import (
     on_arrival,
@@ -375,6 +375,8 @@ def _running_notice(state: JobState, now_s: float) -> Notify:
         regroup_s=max(event.regroup_s for event in ready.values()),
         transfer_s=max(event.transfer_s for event in ready.values()),
         now_s=now_s,
+        predicted_s=iteration_s(state),
+        layer_factors=state.learning.findings.layer_factors,
     )
     return Notify(running)
 
@@ -382,13 +384,8 @@ def _running_notice(state: JobState, now_s: float) -> Notify:
 def _advance_training(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits what every rank has reported, then continues a change or begins one."""
     commands: list[Command] = []
-    for advance_one in (
-        _note_entered,
-        _commit_reported,
-        _note_entered,
-        order_next_switch,
-        begin_change,
-    ):
+    steps = (_note_entered, _commit_reported, _note_entered, order_next_switch, begin_change)
+    for advance_one in steps:
         state, new_commands = advance_one(rules, state, now_s)
         commands += new_commands
         if state.phase is not Phase.TRAINING:

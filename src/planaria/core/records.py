@@ -353,6 +353,8 @@ class Running(Message, frozen=True, kw_only=True):
         materialised: number of layers that a worker has materialised since it started, by rank.
         received_bytes: sum of the ranks' received_bytes; see EpochReady.
         regroup_s, transfer_s: largest value of any rank; see EpochReady.
+        predicted_s: predicted seconds of an iteration.
+        layer_factors: factors by layer that correct the profile; empty: no correction.
     """
 
     epoch: int
@@ -364,6 +366,8 @@ class Running(Message, frozen=True, kw_only=True):
     regroup_s: float
     transfer_s: float
     now_s: float
+    predicted_s: float
+    layer_factors: tuple[float, ...] = ()
 
 
 class Changed(Message, frozen=True, kw_only=True):

@@ -506,6 +506,7 @@ def _job_observer(
     return JobObserver(
         recorder,
         display,
+        plan=planned.plan,
         predicted_peak_bytes=lambda plan: predicted_peak_bytes(problem, plan) + buffers_bytes,
         evaluates=planned.config.evaluation.every > 0,
         callbacks=callbacks,

@@ -159,9 +159,16 @@ class Recorder:
         """Number of the iteration after the newest committed one."""
         return self.iterations[-1].iteration + 1 if self.iterations else self._first_iteration
 
-    def on_running(self, message: Running) -> tuple[EventRecord, ...]:
-        """Records that training runs, for the first time or again; returns the events that end."""
+    def on_running(
+        self, message: Running, *, predicted_peak_bytes: int = 0
+    ) -> tuple[EventRecord, ...]:
+        """Records that training runs, for the first time or again; returns the events that end.
+        The peak bytes are those of the plan of a run that was taken up; 0: as known so far."""
         self.measurements.begin_epoch(message.epoch, self.plans.share(message.plan))
+        if message.epoch not in self._predicted:
+            peak_bytes = predicted_peak_bytes or self._prediction(message.epoch)[1]
+            self._predicted[message.epoch] = (message.predicted_s, peak_bytes)
+            self.measurements.add_correction(message.epoch, 0, message.layer_factors)
         for rank, worker in message.workers.items():
             self._note_worker(rank, worker, message)
         noticed = self._noticed_events()

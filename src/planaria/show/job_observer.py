@@ -63,6 +63,7 @@ class JobObserver:
     """Forwards the launcher's messages to the recorder and the display.
 
     Args:
+        plan: plan that the display shows first.
         predicted_peak_bytes: function that predicts the peak memory of a plan.
         evaluates: whether the job evaluates held-out data.
         callbacks: thread that calls the user's callbacks.
@@ -73,6 +74,7 @@ class JobObserver:
         recorder: Recorder,
         display: TrainingDisplay,
         *,
+        plan: Plan,
         predicted_peak_bytes: Callable[[Plan], int],
         evaluates: bool,
         callbacks: CallbackThread,
@@ -83,6 +85,7 @@ class JobObserver:
         self._num_events_told = 0
         self._recorder = recorder
         self._display = display
+        self._shown_plan = plan
         self._predicted_peak_bytes = predicted_peak_bytes
         self._starting_s = self._began_s = time.monotonic()
         self._has_begun = False
@@ -280,9 +283,14 @@ class JobObserver:
             self._display.note(f"{count_text(message.num_nodes, 'node')} {they} layers")
 
     def _on_running(self, message: Running) -> None:
-        for event in self._recorder.on_running(message):
+        # A head that takes a run up is not told of the decisions before it.
+        is_other = not self._has_begun and message.plan != self._shown_plan
+        peak_bytes = self._predicted_peak_bytes(message.plan) if is_other else 0
+        for event in self._recorder.on_running(message, predicted_peak_bytes=peak_bytes):
             for text in _event_texts(event):
                 self._display.note(text)
+        if is_other:
+            self._show_next_plan(message.plan)
         if not self._has_begun:
             self._has_begun = True
             self._began_s = message.now_s
@@ -292,7 +300,7 @@ class JobObserver:
         peak_bytes = self._predicted_peak_bytes(message.plan)
         self._recorder.on_decided(message, predicted_peak_bytes=peak_bytes)
         self._note_degraded(message)
-        self._display.show_next_plan(message.plan)
+        self._show_next_plan(message.plan)
 
     def _on_changed(self, message: Changed) -> None:
         peak_bytes = self._predicted_peak_bytes(message.plan)
@@ -304,7 +312,11 @@ class JobObserver:
                 f"it paused for {1000 * event.downtime_s:.0f} ms"
             )
         self._note_degraded(message)
-        self._display.show_next_plan(message.plan)
+        self._show_next_plan(message.plan)
+
+    def _show_next_plan(self, plan: Plan) -> None:
+        self._shown_plan = plan
+        self._display.show_next_plan(plan)
 
     def _note_degraded(self, message: Decided | Changed) -> None:
         text = message.degraded

@@ -108,6 +108,7 @@ def running(line: Line) -> Running:
         regroup_s=0.0,
         transfer_s=0.0,
         now_s=0.0,
+        predicted_s=0.5,
     )
 
 
