@@ -91,13 +91,27 @@ class Quantised(nn.Module):
         return quantise(quantise(self.linear(x), self.scale) + x, self.scale)
 
 
+class Hooked(nn.Module):
+    """A tensor with a hook that changes its gradient, where one layer's parameters join."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(x)
+        hidden.register_hook(lambda gradient: 0.5 * gradient)  # type: ignore[no-untyped-call]
+        output: Tensor = self.linear(hidden)
+        return output
+
+
 def run(module: nn.Module, x: Tensor) -> Tensor:
     output = module(x)
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
 
 
-@pytest.mark.parametrize("make", [mlp, Uses, Several, gpt2_block, llama_parts, Quantised])
+@pytest.mark.parametrize("make", [mlp, Uses, Several, gpt2_block, llama_parts, Quantised, Hooked])
 @pytest.mark.parametrize("ends_in_loss", [False, True])
 def test_the_bits_are_those_of_a_whole_backward(
     make: Callable[[], nn.Module], ends_in_loss: bool

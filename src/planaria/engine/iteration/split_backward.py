@@ -70,7 +70,8 @@ class WeightGradients:
             if not edges:
                 continue
             with ExitStack() as hooks:
-                for join in joins if len(joins) > 1 else ():
+                # A single join needs them, too: torch runs hooks of its tensors again before these.
+                for join in joins:
                     hooks.callback(join.node.register_prehook(join.first_part_gradients).remove)
                 # Groups may share nodes, so none may free the tensors that the nodes have saved. A
                 # function of the user's may return None as a gradient.
