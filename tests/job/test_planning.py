@@ -25,6 +25,7 @@ from planaria.job.planning import (
     cache_directory,
     given_profile,
     plan_job,
+    problem_of,
     read_profile,
     short_actions_text,
 )
@@ -77,6 +78,17 @@ def test_a_paced_job_of_layers_that_take_no_time_is_refused(tmp_path: Path) -> N
 
     with pytest.raises(ConfigError, match="take no time at all"):
         given_profile(config)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_backwards_of_compiled_layers_are_not_split(*, compiles: bool) -> None:
+    """Each is one node of autograd, so both parts would run the whole backward."""
+    config = load_job(PACED)
+    profile = given_profile(config)
+    assert profile is not None
+    config = replace(config, training=replace(config.training, compile=compiles))
+
+    assert problem_of(config, profile, processors=0).splits_backward == (not compiles)
 
 
 @pytest.mark.parametrize("base", ["/proc/nobody", "~"], ids=["read-only", "no home"])

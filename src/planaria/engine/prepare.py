@@ -6,6 +6,7 @@ mistakes are found and reported before anything is started.
 
 import importlib.util
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,11 @@ def device_of(job: JobConfig, *, rank: int, pinned_bytes: int = 0) -> Device:
     """
     device = find_device("cpu" if job.model.kind == "paced" else job.cluster.device, rank=rank)
     device.begin(is_deterministic=job.training.deterministic, pinned_bytes=pinned_bytes)
+    # A user's layers may be compiled, too. Where the first backward is a whole one, torch would
+    # compile it to reuse the memory of activations, and refuse to split a later one.
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    with suppress(AttributeError):  # Not every release of torch has the key.
+        functorch.donated_buffer = False
     if job.training.compile:
         # Processes that compile would outlive a worker that is killed.
         inductor: Any = importlib.import_module("torch._inductor.config")

@@ -335,7 +335,7 @@ def problem_of(config: JobConfig, profile: ModelProfile, *, processors: int) -> 
         num_microbatches=config.num_microbatches,
         failures_tolerated=config.resilience.failures_tolerated,
         is_deterministic=config.training.deterministic,
-        splits_backward=recomputation == "none",
+        splits_backward=recomputation == "none" and not config.training.compile,
         chooses_recomputation=config.training.chooses_recomputation,
         reduction_order=ReductionOrder(config.resilience.reductions),
         processors=processors,

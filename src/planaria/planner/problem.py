@@ -42,7 +42,8 @@ class Problem:
         failures_tolerated: f; a plan has f + 1 pipelines or more.
         is_deterministic: whether gradients are summed in float64.
         splits_backward: whether a plan may put off the gradients of weights. False with activation
-            checkpointing, which would repeat the forward for each of the two parts of a backward.
+            checkpointing, which would repeat the forward for each of the two parts of a backward,
+            and with compiled layers, of which each part would run the whole backward.
         chooses_recomputation: whether a plan chooses for each layer how much its backward computes
             again, where a stage does not fit otherwise.
         processors: number of processors that the ranks of all nodes share, as those of emulated
