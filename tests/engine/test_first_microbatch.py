@@ -283,6 +283,27 @@ def test_an_examination_leaves_the_random_generators_alone(
     assert states[-1] == states[-2]
 
 
+@pytest.mark.parametrize("changed", ["output", "targets"])
+def test_a_loss_that_changes_what_it_gets_is_found_to_be_a_mean(changed: str) -> None:
+    """What it is given a second time is what the layers and the data have returned. After its first
+    change the sum of all squares would be 0, of which nothing can be told."""
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        value = functional.mse_loss(output.clone(), targets.clone())
+        target, source = (output, targets) if changed == "output" else (targets, output)
+        with torch.no_grad():
+            target.copy_(source)
+        return value
+
+    with pytest.raises(ConfigError, match="so it is a mean"):
+        _examine(loss)
+
+
+def test_a_loss_that_changes_its_targets_is_not_refused(tmp_path: Path) -> None:
+    """It is measured several times, and gets in training no target that it has changed before."""
+    assert len(_profile("changes_its_targets", tmp_path).layers) == 2
+
+
 @pytest.mark.parametrize("kind", ["hf", "python"])
 def test_own_layers_that_would_learn_to_copy_are_told_before_training(
     kind: str, tmp_path: Path

@@ -53,7 +53,7 @@ from planaria.models.layers import (
     layer_values,
     refuse_changes,
 )
-from planaria.models.packing import bring
+from planaria.models.packing import bring, changeable_tensor
 from planaria.transport.links import Channel, Links, Tag
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,8 @@ def _measured_layers(
         if key not in known:
 
             def loss(output: Tensor) -> Tensor:
-                return model.loss_sum(output, first.targets) / first.num_targets
+                # All runs have the same targets, and the loss may change what it gets.
+                return model.loss_sum(output, changeable_tensor(first.targets)) / first.num_targets
 
             if sum(_num_bytes(tensor) for tensor in held.tensors()) < CACHE_BYTES:
                 for stage in stages[1:]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel, has_unclear_classes, leaves_of, loss_call
-from planaria.models.packing import describe, pack, unpack
+from planaria.models.packing import changeable_tensor, describe, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,9 @@ def examine_loss(model: SplitModel, output: Tensor, targets: Tensor, *, num_samp
     Raises:
         ConfigError: the loss has no gradient, is a mean, or see `SplitModel.loss_sum`.
     """
-    loss = model.loss_sum(output, targets)
-    values = unpack(output.detach()), unpack(targets)
+    # The loss may change what it gets.
+    values = unpack(changeable_tensor(output.detach())), unpack(targets)
+    loss = model.loss_sum(output, changeable_tensor(targets))
     call = loss_call(*values)
     if output.requires_grad and not loss.requires_grad:
         remedy = (

@@ -134,6 +134,12 @@ def unpack(tensor: Tensor) -> Any:
     return tree_unflatten(values, layout.spec)
 
 
+def changeable_tensor(tensor: Tensor) -> Tensor:
+    """A copy of a tensor, for a function that may change it; the same if it is packed, because
+    `unpack` copies."""
+    return tensor if is_packed(tensor) else tensor.clone()
+
+
 def is_packed(tensor: Tensor) -> bool:
     """Whether a tensor has the shape of a packed one."""
     is_shaped = tensor.dim() == PACKED_DIMS and tensor.shape[:-1] == (1,) * (PACKED_DIMS - 1)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
 from helpers.linked_ranks import link_ranks
@@ -113,6 +114,31 @@ def test_a_store_that_stands_still_makes_no_evaluation_late(
     assert limits_s == [math.inf, *[READING_S] * count]
     assert sums[-1] == 1.0
     assert min(pulse.limits_s) < math.inf
+
+
+def test_a_loss_or_metric_that_changes_what_it_gets_changes_no_result() -> None:
+    """It may hide what is no target, for instance, which would be counted as one from then on."""
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        targets[targets == -100] = 0
+        return output.zero_().sum() + targets.sum()
+
+    def first(output: Tensor, targets: Tensor) -> Tensor:
+        value = output.sum() + targets.sum()
+        targets.zero_()
+        output.zero_()
+        return value
+
+    with evaluator_on(PROCESSOR) as make:
+        evaluator = make()
+        evaluation = replace(evaluator._evaluation, metrics={"a": first, "b": first})
+        output, targets = torch.ones(2, 5), torch.tensor([[3, -100], [-100, 4]])
+        evaluation.held_out._loaded[0] = torch.zeros(2, 8), targets
+        evaluator._stage.model._loss = loss
+        with torch.no_grad():
+            sums = evaluation.sums(output, evaluator._stage, age=2, index=0)
+
+    assert sums == [7.0, 2.0, -183.0, -183.0]
 
 
 def test_a_result_outlasts_the_epoch_in_which_it_was_found() -> None:

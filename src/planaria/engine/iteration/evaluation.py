@@ -41,7 +41,7 @@ from planaria.engine.iteration.lateness import EpochLimits, Workload
 from planaria.engine.stage import RankStage
 from planaria.errors import ConfigError
 from planaria.models.layers import SplitModel
-from planaria.models.packing import bring, unpack
+from planaria.models.packing import bring, changeable_tensor, unpack
 from planaria.transport.links import UNLIMITED_S, Channel, Tag
 from planaria.user_functions import user_function
 
@@ -103,11 +103,15 @@ class Evaluation:
             output: output of the last layer, which the stage holds.
         """
         targets = bring(self.held_out.targets(index), stage.device.bring)
-        loss = stage.loss_sum(output, targets, iteration=age, microbatch=index)
+        # On the processor these are the targets that are counted. All of the user's functions get
+        # copies, because each may change what it gets.
+        loss = stage.loss_sum(
+            changeable_tensor(output), changeable_tensor(targets), iteration=age, microbatch=index
+        )
         numbers = [float(loss), float(self.held_out.num_targets(index))]
-        values = stage.model.predictions(output), unpack(targets)
         for name, function in sorted(self.metrics.items()):
-            value = function(*values)
+            predictions = stage.model.predictions(changeable_tensor(output))
+            value = function(predictions, unpack(changeable_tensor(targets)))
             try:
                 numbers.append(float(value))
             except (TypeError, ValueError, RuntimeError) as error:
