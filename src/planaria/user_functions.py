@@ -1,11 +1,16 @@
 """The user's own functions, named in a job file as "module:function"."""
 
 import difflib
+import hashlib
 import importlib
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+
+import numpy as np
 
 from planaria.errors import ConfigError
 
@@ -22,7 +27,7 @@ def user_function(target: str, *, field: str) -> Callable[..., Any]:
     if not module_name or not function_name:
         raise ConfigError(field, target, 'write it as "module:function"')
     try:
-        with importing_for(field, target):
+        with importing_for(field, target), _draw_from(module_name):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A module that the user's own module lacks is the user's error, shown with its traceback.
@@ -41,6 +46,31 @@ def user_function(target: str, *, field: str) -> Callable[..., Any]:
         remedy = f"module {module_name!r} has no function {function_name!r}{hint}"
         raise ConfigError(field, target, remedy)
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _draw_from(name: str) -> Iterator[None]:
+    """A context in which Python, numpy and torch draw from a seed of a name; it restores them.
+
+    Each process imports a module itself, and all must get the same one. Torch is seeded on the
+    processor, and only where it is loaded: what trains nothing runs without it.
+    """
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    seed = int.from_bytes(digest, "little")
+    torch = sys.modules.get("torch")
+    before = random.getstate(), np.random.get_state()
+    torch_before = torch.default_generator.get_state() if torch else None
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        if torch:
+            torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        if torch:
+            torch.default_generator.set_state(torch_before)
 
 
 @contextmanager
