@@ -350,6 +350,17 @@ def test_a_layer_that_changes_its_input_is_told_what_to_do(tmp_path: Path) -> No
         _profile("changes_its_weight", tmp_path)
 
 
+@pytest.mark.parametrize("target", ["hooks_a_gradient", "hooks_a_sum"])
+def test_a_hook_on_a_parameter_is_refused(target: str, tmp_path: Path) -> None:
+    """No copy of the layer had it, and what it kept from training was trained in silence."""
+    words = r"layer 1\.Linear.*parameter weight has a hook.*mask it in forward"
+    with pytest.raises(ConfigError, match=words) as caught:
+        _profile(target, tmp_path)
+
+    assert caught.value.field == "model.target"
+    assert len(_profile("hooks_what_is_frozen", tmp_path).layers) == 2
+
+
 TWO_ARGUMENTS = """\
 layer 4._TwoArguments got (float32 [2, 24], float32 [2, 24]); a layer gets one argument: what the \
 layer before it returned; a tuple is not unpacked

@@ -8,6 +8,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -259,6 +260,29 @@ def _loss_of_next_classes(output: Tensor, targets: Tensor) -> Tensor:
 def changes_its_targets() -> tuple[nn.Sequential, object]:
     """Its loss does, which is no mistake where it gets each target once: four of five classes."""
     return nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)), _loss_of_next_classes
+
+
+def _hooked(register: str) -> nn.Sequential:
+    last = nn.Linear(WIDTH, 5)
+    getattr(last.weight, register)(lambda gradient: gradient)
+    return nn.Sequential(nn.Linear(8, WIDTH), last)
+
+
+def hooks_a_gradient() -> nn.Sequential:
+    """Its last layer's weight has a hook; `helpers.mistaken_models:hooks_a_gradient`."""
+    return _hooked("register_hook")
+
+
+def hooks_a_sum() -> list[Callable[[], nn.Module]]:
+    """The same after the gradient was added, in layers that functions build."""
+    return [partial(nn.Linear, 8, WIDTH), lambda: _hooked("register_post_accumulate_grad_hook")[1]]
+
+
+def hooks_what_is_frozen() -> nn.Sequential:
+    """The hook does nothing."""
+    model = hooks_a_gradient()
+    model[1].weight.requires_grad_(False)
+    return model
 
 
 class _TwoTensors(nn.Module):

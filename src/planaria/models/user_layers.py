@@ -61,6 +61,7 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
         refuse_running_statistics(name, module)
         _refuse_other_dtypes(name, module)
         _refuse_computed(name, module)
+        _refuse_hooks(name, module)
     float32 = frozenset(
         f"{index}.{kept}"
         for index, module in enumerate(modules)
@@ -320,6 +321,19 @@ def _refuse_computed(layer_name: str, module: nn.Module) -> None:
             "while they are trained; compute it in forward, or detach() it"
         )
         raise ConfigError("model.target", f"layer {layer_name}", remedy)
+
+
+def _refuse_hooks(layer_name: str, module: nn.Module) -> None:
+    """Refuses hooks on trained parameters, which torch does not copy with them."""
+    for name, parameter in module.named_parameters():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if parameter.requires_grad and hooks:
+            remedy = (
+                f"its parameter {name} has a hook on its gradient, which no copy of the layer has; "
+                "mask it in forward, as in torch.where(mask, weight, weight.detach()), or freeze "
+                "it with requires_grad_(False)"
+            )
+            raise ConfigError("model.target", f"layer {layer_name}", remedy)
 
 
 def _refuse_other_dtypes(layer_name: str, module: nn.Module) -> None:
