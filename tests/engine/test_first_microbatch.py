@@ -350,6 +350,29 @@ def test_a_layer_that_changes_its_input_is_told_what_to_do(tmp_path: Path) -> No
         _profile("changes_its_weight", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("lists_a_module", r"layer 2\._ListedHead.*of shape \(24, 8\) beside its"),
+        ("keeps_a_lambda", r"layer 1\._LambdaHead.*of shape \((5|5, 24)\), \(\d.*beside its"),
+    ],
+)
+def test_a_layer_that_would_train_what_it_does_not_have_is_refused(
+    target: str, words: str, tmp_path: Path
+) -> None:
+    """It kept its initial values, in silence, as what a loss would train."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        _profile(target, tmp_path)
+
+    assert caught.value.field == "model.target"
+
+
+@pytest.mark.parametrize("target", ["makes_a_leaf", "ties_in_a_layer"])
+def test_a_layer_may_make_leaves_and_tie_parameters(target: str, tmp_path: Path) -> None:
+    """What a forward makes anew, such as the places by which a force derives, is not trained."""
+    assert _profile(target, tmp_path).layers
+
+
 @pytest.mark.parametrize("target", ["hooks_a_gradient", "hooks_a_sum"])
 def test_a_hook_on_a_parameter_is_refused(target: str, tmp_path: Path) -> None:
     """No copy of the layer had it, and what it kept from training was trained in silence."""

@@ -285,6 +285,68 @@ def hooks_what_is_frozen() -> nn.Sequential:
     return model
 
 
+class _ListedHead(nn.Module):
+    """Has another layer's module in a list, where torch does not see it."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale) @ self.other[0].weight
+
+
+class _LambdaHead(nn.Module):
+    """Has a lambda, of which a copy still calls the first module's part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+        self.act: Callable[[Tensor], Tensor] = lambda x: self.linear(x).relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+class _Force(nn.Linear):
+    """Derives by its input, for which its forward makes a leaf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).square().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def lists_a_module() -> nn.Sequential:
+    """Its last layer's list has the first; `helpers.mistaken_models:lists_a_module`."""
+    first = nn.Linear(8, WIDTH)
+    return nn.Sequential(first, nn.Tanh(), _ListedHead(first))
+
+
+def keeps_a_lambda() -> list[Callable[[], nn.Module]]:
+    """Its last layer does; `helpers.mistaken_models:keeps_a_lambda`."""
+    return [partial(nn.Linear, 8, WIDTH), _LambdaHead]
+
+
+def makes_a_leaf() -> nn.Sequential:
+    """Nothing is wrong with it: the leaf is no state."""
+    return nn.Sequential(_Force(8, WIDTH), nn.Linear(8, 5))
+
+
+def ties_in_a_layer() -> nn.Sequential:
+    """Nothing is wrong with it: the last layer has the first one's weight under two names."""
+    first, last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for part in last:
+        part.weight = first.weight
+    return nn.Sequential(first, _TwoTensors(), _Sum(), last)
+
+
+class _Sum(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0] + x[1]
+
+
 class _TwoTensors(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.exp()

@@ -46,7 +46,12 @@ from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.recompute import forward_that_keeps, refuse_changed_results, selective_bytes
 from planaria.engine.stage import HeldLayer, RankStage
 from planaria.errors import PeerLostError
-from planaria.models.first_microbatch import examine_loss, first_output, refuse_no_gradient
+from planaria.models.first_microbatch import (
+    examine_loss,
+    first_output,
+    refuse_foreign,
+    refuse_no_gradient,
+)
 from planaria.models.layers import (
     SplitModel,
     kept_tensors,
@@ -278,9 +283,11 @@ def _examined_output(
     """What a layer makes of the first microbatch, if it and the loss can be trained."""
     name, module = model.layer_names[held.layer], held.module
     before = layer_values(module, has_trained=job.model.kind == "python")
-    output = first_output(module, _leaf(hidden), name=name)
+    leaf = _leaf(hidden)
+    output = first_output(module, leaf, name=name)
     if job.model.kind == "python":
         refuse_no_gradient(model, held.layer, output)
+        refuse_foreign(module, leaf, output, name=name)
     if held.layer == model.num_layers - 1 and job.model.kind == "python":
         with keep_generators():
             examine_loss(model, output, targets, num_samples=job.training.microbatch_size)

@@ -83,6 +83,32 @@ def refuse_no_gradient(model: SplitModel, layer: int, output: Tensor) -> None:
     raise ConfigError("model.target", f"layer {model.layer_names[layer]}", remedy)
 
 
+def refuse_foreign(module: nn.Module, hidden: Tensor, output: Tensor, *, name: str) -> None:
+    """Refuses a layer that uses trained tensors that are not among its parameters.
+
+    Args:
+        hidden: the layer's input, a leaf; may be packed.
+        output: its output, with its graph; may be packed.
+        name: index and class of the layer, for people.
+
+    Raises:
+        ConfigError: the layer does, and nothing would train them.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    foreign = [leaf for leaf in leaves_of(output, beside=hidden) if id(leaf) not in own]
+    if not foreign:
+        return
+    # Leaves that a forward makes anew, such as the places by which a force derives, are no state.
+    again = {id(leaf) for leaf in leaves_of(module(hidden), beside=hidden)}
+    if shapes := [str(tuple(leaf.shape)) for leaf in foreign if id(leaf) in again]:
+        remedy = (
+            f"it uses trained tensors of shape {', '.join(shapes)} beside its parameters, and "
+            "nothing would train them; make them parameters of it, or their modules modules in it: "
+            "take nn.ModuleList for a list, and a method for a lambda or a function within one"
+        )
+        raise ConfigError("model.target", f"layer {name}", remedy)
+
+
 def _is_change_of_leaf(error: Exception) -> bool:
     return any("leaf Variable that requires grad" in str(part) for part in error.args)
 
