@@ -117,6 +117,28 @@ def test_what_was_restored_is_written_though_no_iteration_follows(
     assert saves(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_version_that_a_lost_rank_was_to_publish_is_published_after_a_reform(
+    is_restored: bool, make: Make, tmp_path: Path
+) -> None:
+    """Ranks whose part had ended took it for saved, and `persist` returned True."""
+    saver = make()
+    train(saver, 1)
+    copier, tier = saver._group._copier, saver._tier
+    assert copier is not None
+    assert tier is not None
+    tier._begun = tier._saved = copier.complete()  # As on a rank that has written its shard.
+    saver._group.end()
+    saver._group.links.close()
+    model = nn.Linear(4, 1, bias=False)
+    saver.use(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    if is_restored:
+        assert saver.restore() == 1
+
+    assert saver.persist()
+    assert saves(tmp_path) == [1]
+
+
 def test_no_rank_waits_in_a_collective_for_what_takes_another_one_long(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

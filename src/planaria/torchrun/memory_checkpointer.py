@@ -373,6 +373,8 @@ class MemoryCheckpointer:
                 raise ConfigError(field, ", ".join(sorted(names)), remedy)
         self._is_new = False
         self._memory.adopt()
+        if self._tier is not None:
+            self._tier.forget_saves()
         self._group = self._begin(state)
         self._is_used = True
 

@@ -166,6 +166,10 @@ class PersistentTier:
         """Notes that a version is complete there, which another run has saved."""
         self._begun = self._saved = label
 
+    def forget_saves(self) -> None:
+        """Forgets how saves of an earlier group ended: its rank 0 may have published none."""
+        self._begun = self._saved = None
+
     def _write(
         self, links: Links, arenas: Sequence[Arena], label: Label, writers: Mapping[int, int]
     ) -> None:
