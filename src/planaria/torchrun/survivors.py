@@ -7,8 +7,8 @@ leader or a member is lost meanwhile, the next rank leads.
 
 Two parts of a cluster that do not reach each other must not both go on. So members must be more
 than half of the ranks, or the processes of all others must be known to have ended: their machines
-refuse connections to them. Otherwise `claim` decides, which a place that both parts write to
-answers once.
+refuse connections to them. Otherwise, if no more than half of the ranks are silent, `claim`
+decides, which a place that both parts write to answers once.
 """
 
 import json
@@ -202,16 +202,20 @@ def leave_group(connections: Collection[Ends] = ()) -> None:
 
 def _reason_to_end(ranks: Ranks, members: Collection[int]) -> str:
     """Why the members must not go on; empty: they may."""
-    others = ranks.stores.keys() - {*members}
-    if 2 * len(members) > len(ranks.stores) or all(map(_is_over, map(ranks.stores.get, others))):
+    if 2 * len(members) > len(ranks.stores):
         return ""
-    if ranks.claim():
-        return ""
-    return (
+    others = [address for peer, address in ranks.stores.items() if peer not in members]
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        num_silent = list(pool.map(_is_over, others)).count(False)
+    text = (
         f"ranks {sorted(members)} are no more than half of {len(ranks.stores)}, and the others may "
-        "go on without them; start the script again (with persist_directory the half that comes "
-        "first would go on)"
+        "go on without them; start the script again"
     )
+    if 2 * num_silent > len(ranks.stores):  # They would claim nothing.
+        return text
+    if not num_silent or ranks.claim():
+        return ""
+    return f"{text} (with persist_directory the half that comes first would go on)"
 
 
 def _make_group(
@@ -315,9 +319,8 @@ def _answers(address: Address) -> bool:
         return False
 
 
-def _is_over(address: Address | None) -> bool:
+def _is_over(address: Address) -> bool:
     """Whether the machine of a rank says that its process has ended."""
-    assert address is not None
     try:
         with socket.create_connection(address, timeout=_CONNECT_S):
             return False
