@@ -396,7 +396,9 @@ def test_state_is_copied_though_the_kernel_pins_no_memory(
 
     monkeypatch.setattr(device, "_pinned_like", refuse)
 
-    assert device.state_like(torch.empty(8)).shape == (8,)
+    with torch.device("meta"):  # A script may have a default of its own.
+        buffers = [device.state_like(torch.empty(8)), device.host_like(torch.empty(8))]
+    assert [(buffer.shape, buffer.device.type) for buffer in buffers] == [((8,), "cpu")] * 2
     assert [device.host_like(torch.empty(size)).shape for size in (5, 6)] == [(5,), (6,)]
     told, messages = [record.message for record in caplog.records]
     assert "no more memory can be pinned: CUDA error: OS call failed" in told

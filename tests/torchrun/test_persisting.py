@@ -101,6 +101,23 @@ def test_iterations_may_be_whole_numbers_of_any_type(make: Make, tmp_path: Path)
         assert (caught.value.field, caught.value.value) == ("iteration", wrong)
 
 
+def test_a_script_may_make_its_tensors_on_a_device_by_default(make: Make) -> None:
+    """What lies on the host all the same was made there, too, and the first save failed."""
+    first, second = make(), make()
+    torch.set_default_device("meta")  # As "cuda" on a machine that has one.
+    try:
+        train(first, 1)
+        assert first.restore() == 1
+        assert first.persist()
+        assert second.restore() == 1  # From the disk.
+        train(second, 2)
+        assert second.restore() == 2
+    finally:
+        torch.set_default_device(None)
+
+    assert weight(second).tolist() == [[2.0] * 4]
+
+
 def test_what_was_restored_is_written_though_no_iteration_follows(
     make: Make, tmp_path: Path
 ) -> None:

@@ -113,7 +113,7 @@ class Device:
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """A new tensor of the same shape in the host's memory, to or from which copies are fast."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def state_like(self, tensor: Tensor) -> Tensor:
         """The same as `host_like`, for the state of layers, which may be more than can be pinned.
@@ -312,11 +312,11 @@ class Accelerator(Device):
                 logger.warning(
                     "copies hold up training, because no memory can be pinned: %s", error
                 )
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def _pinned_like(self, tensor: Tensor) -> Tensor:
         self.current_stream()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def state_like(self, tensor: Tensor) -> Tensor:
         """A new pinned tensor; one that is not pinned, and a line, if that would be too much."""
@@ -337,7 +337,7 @@ class Accelerator(Device):
                 " waits for each copy, because %s (cluster.pinned_memory_bytes)",
                 reason,
             )
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def _drop_unused(self) -> None:
         # Older releases of torch have no public name for it.

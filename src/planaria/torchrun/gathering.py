@@ -26,7 +26,7 @@ def gather_bytes(content: bytes) -> list[bytes]:
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
     length_max = max(int(length) for length in sizes)
-    padded = torch.zeros(length_max, dtype=torch.uint8)
+    padded = torch.zeros(length_max, dtype=torch.uint8, device="cpu")  # Not a script's default.
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     padded = padded.to(device)
     contents = [torch.empty_like(padded) for _ in sizes]

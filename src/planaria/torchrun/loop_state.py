@@ -149,7 +149,7 @@ def readable_state(non_tensors: NonTensorState) -> bytes:
 def _without_numbers(value: Any) -> Any:
     """The value with empty tensors in place of ordinary ones, which can always be read."""
     if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
-        return value if value.is_quantized else torch.empty(0, dtype=value.dtype)
+        return value if value.is_quantized else torch.empty(0, dtype=value.dtype, device="cpu")
     if type(value) in (list, tuple):
         return type(value)(map(_without_numbers, value))
     if type(value) in (dict, OrderedDict):

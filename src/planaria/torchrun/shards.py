@@ -528,5 +528,5 @@ def _group_value(own: Any, saved: Any) -> Any:
     """
     if not isinstance(own, Tensor) or not isinstance(saved, Tensor | float | int):
         return saved
-    value = torch.as_tensor(saved)
+    value = torch.as_tensor(saved, device=own.device)
     return own.copy_(value) if value.shape == own.shape else saved

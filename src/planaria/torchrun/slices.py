@@ -109,7 +109,7 @@ def assemble_part(
         CheckpointError: the saved parts do not cover the part.
     """
     dtype = getattr(torch, place.dtype)
-    target = torch.empty(place.shape, dtype=dtype)
+    target = torch.empty(place.shape, dtype=dtype, device="cpu")
     missing = target.numel()
     seen: list[TensorSlice] = []  # Several shards may have the same part.
     for n, there in parts.items():
