@@ -172,7 +172,8 @@ def test_memory_that_lies_is_not_used(place: Path) -> None:
     """A bit of the newest version flips: the one before it is taken, and the reason is told."""
     where = ("--directory", str(place / "node0"), "--hashes", str(place / "hashes"))
     ended(begun(EXAMPLE, *where, "--dies", "1@4", ranks=2), code=1)
-    kept = attach(place / "node0", 0, num_slots=2, idle_s=60.0)
+    (own,) = (place / "node0").iterdir()  # Of this machine.
+    kept = attach(own, 0, num_slots=2, idle_s=60.0)
     arena = Arena(kept.fd)
     labels = arena.versions()[0]
     version = arena.read(0, labels[-1])

@@ -77,20 +77,22 @@ def test_a_keeper_of_another_user_is_not_used(place: Path, monkeypatch: pytest.M
             attach(place, 0, num_slots=1, idle_s=60.0)
 
 
-@pytest.mark.parametrize("of_parent", [False, True], ids=["own", "parent"])
+@pytest.mark.parametrize("level", range(3), ids=["machine", "job", "jobs"])
 def test_a_directory_of_another_user_is_refused(
-    of_parent: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+    level: int, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever owns it, or the one that it is in, may put a socket of theirs there."""
-    theirs = place.parent if of_parent else place
+    """Whoever owns it, or one of the two that it is in, may put a socket of theirs there."""
+    own = place / "machine"
+    own.mkdir()
+    theirs = (own, place, place.parent)[level]
     if os.getuid() == 0:
         os.chown(theirs, STRANGER, -1)
     else:
         monkeypatch.setattr(os, "getuid", lambda: STRANGER)
     with pytest.raises(CheckpointError, match="belongs to another user; name another directory"):
-        attach(place, 0, num_slots=1, idle_s=60.0)
+        attach(own, 0, num_slots=1, idle_s=60.0)
 
-    assert not (place / "socket").exists()
+    assert not (own / "socket").exists()
     if os.getuid() == 0:
         os.chown(theirs, 0, -1)
 

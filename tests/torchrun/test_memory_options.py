@@ -1,6 +1,7 @@
 """Numbers that a MemoryCheckpointer cannot do with are refused by name."""
 
 import socket
+import stat
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from planaria.errors import ConfigError
 from planaria.torchrun import arguments
 from planaria.torchrun.arguments import check_least, own_host
 from planaria.torchrun.rank_memory import RankMemory
+
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 FINE: dict[str, Any] = {
     "copies": 1,
@@ -122,7 +125,7 @@ def test_a_place_on_a_machine_of_unknown_size_is_refused(
     local: dict[str, str], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start would do, and a restart would read places that others hold."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in LOCAL:
         monkeypatch.delenv(name, raising=False)
     for name, value in local.items():
         monkeypatch.setenv(name, value)
@@ -130,3 +133,25 @@ def test_a_place_on_a_machine_of_unknown_size_is_refused(
     with pytest.raises(ConfigError) as caught:
         RankMemory(tmp_path, idle_s=1.0)
     assert caught.value.field == field
+
+
+def test_machines_may_share_the_directory_of_their_keepers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took the other's socket for that of a killed keeper, and removed it."""
+    for name in LOCAL:
+        monkeypatch.delenv(name, raising=False)
+    place, memories = tmp_path / "place", []
+    try:
+        for machine in ("one.cluster", "two.cluster"):
+            monkeypatch.setattr(socket, "gethostname", lambda machine=machine: machine)
+            memories.append(RankMemory(place, idle_s=60.0))
+
+        assert not any(memory._slot.is_gone for memory in memories)
+        sockets = sorted(path.parent.name for path in place.rglob("socket"))
+        assert sockets == ["one_cluster", "two_cluster"]
+        modes = {stat.S_IMODE(path.stat().st_mode) for path in (place, *place.iterdir())}
+        assert modes == {0o700}
+    finally:
+        for memory in memories:
+            memory.close()

@@ -184,8 +184,10 @@ def _take_slot(
 def _find_or_start(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
     """A connection to a directory's keeper, with its socket's file; starts one if there is none."""
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in (directory, directory.parent):
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.mkdir(exist_ok=True, mode=0o700)
+        # Whoever owns one of these can put another directory in the place of what is in it.
+        for path in (directory, *directory.parents[:2]):
             if path.stat().st_uid not in (0, os.getuid()):
                 raise CheckpointError(f"{path} belongs to another user; name another directory")
         with _lock_directory(directory):

@@ -113,8 +113,8 @@ class MemoryCheckpointer:
         can_reform: whether `reform` may be called: each rank then listens at a port for others.
         name: name of the job, which distinguishes jobs of one user on one machine; ignored if
             `directory` is given.
-        directory: directory of the keeper's socket; "": one named by the job, below XDG_RUNTIME_DIR
-            or else /tmp.
+        directory: directory in which each machine has one for its keeper's socket; "": one named by
+            the job, below XDG_RUNTIME_DIR or else /tmp.
         idle_s: seconds that the keeper keeps copies when no rank is left; the newest run's value
             counts; inf: for ever.
 

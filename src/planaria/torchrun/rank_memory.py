@@ -17,6 +17,7 @@ from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import Filler
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError, ConfigError
+from planaria.nodes.head.user_files import plain_name
 from planaria.torchrun.keeper import KeeperSlot, attach
 from planaria.transport.links import Address
 
@@ -51,11 +52,11 @@ class RankMemory:
     """A rank's place in the memory of its node.
 
     Args:
-        place: directory of the keeper's socket.
+        place: directory in which each machine has one for its keeper's socket.
         idle_s: seconds that the keeper keeps copies when no rank is left.
 
     Attributes:
-        place: directory of the keeper's socket.
+        place: directory in which each machine has one for its keeper's socket.
         node: name of the node, equal for all ranks with the same keeper.
         arena: copies that this rank keeps.
         older: copies that ranks that are no more have left here, to read; dropped once a version of
@@ -69,7 +70,10 @@ class RankMemory:
 
     def __init__(self, place: Path, *, idle_s: float) -> None:
         slot, num_slots = _place_on_node()
-        self._slot: KeeperSlot = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
+        # Machines may share the directory, but a socket is reachable on one machine only, and looks
+        # on others as if a killed keeper had left it.
+        own = place / plain_name(socket.gethostname())
+        self._slot: KeeperSlot = attach(own, slot, num_slots=num_slots, idle_s=idle_s)
         self._can_be_kept = True
         self.place = place.absolute()
         self.node = f"{socket.gethostname()}:{place}#{self._slot.keeper_id}"
