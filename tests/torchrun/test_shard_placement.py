@@ -1,11 +1,13 @@
 """Where copies of shards go, and what is said of their survival."""
 
 import pytest
+import torch.distributed as dist
 
 from planaria.errors import ConfigError
 from planaria.torchrun.shard_placement import (
     check_strategy,
     place_nodes,
+    place_on_all,
     survival,
     whole_everywhere,
 )
@@ -41,6 +43,24 @@ def test_fewer_nodes_than_copies_keep_what_they_can() -> None:
     placement = place_nodes(["a", "b"], 5, strategy="mixed", domains=["", ""])
 
     assert placement.holders == ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_nodes_that_are_left_of_groups_keep_as_many_copies(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Groups of two would leave one out, and the next save ended the job or made one copy."""
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    nodes = ["a", "b", "c", "d"]
+    groups = place_on_all(nodes, 2, strategy="group", domains=[""] * 4)
+    assert groups.holders == ((0, 1), (1, 0), (2, 3), (3, 2))
+    assert not caplog.records
+
+    left = place_on_all(nodes[1:], 2, strategy="group", domains=[""] * 3)
+
+    assert survival(left)[:2] == (1.0, 1.0)
+    messages = ["3 nodes do not make groups of 2: copies are placed as with placement='mixed'"]
+    assert [record.message for record in caplog.records] == ([] if rank else messages)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ Differs: `optimised` also keeps copies out of the failure domain of their shard,
 placement/spread.py.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, get_args
@@ -21,6 +22,8 @@ from planaria.placement.placement import Placement, Strategy, paper_placement
 from planaria.placement.spread import Limits, optimised_placement
 from planaria.placement.survival import DOMAIN_FAILURE, NODE_FAILURE, Failures, survival_by_lost
 from planaria.torchrun.gathering import gather_records
+
+logger = logging.getLogger(__name__)
 
 _LOST_MAX: Final = 8  # Survival is told for up to so many lost nodes.
 
@@ -42,7 +45,18 @@ def check_strategy(strategy: str, domain: str) -> None:
 def place_on_all(
     nodes: Sequence[str], copies: int, *, strategy: Strategy, domains: Sequence[str]
 ) -> Placement:
-    """See `place_nodes`; all ranks must call it."""
+    """See `place_nodes`; all ranks must call it.
+
+    Groups of nodes of which some were lost may not come out even: then it is "mixed", which has as
+    many copies, and rank 0 logs that.
+    """
+    num_nodes = len({*nodes})
+    copies = min(copies, num_nodes)
+    if strategy == "group" and num_nodes % copies:
+        if not dist.get_rank():
+            what = "%s nodes do not make groups of %s: copies are placed as with placement='mixed'"
+            logger.warning(what, num_nodes, copies)
+        strategy = "mixed"
     if strategy != "optimised":
         return place_nodes(nodes, copies, strategy=strategy, domains=domains)
     # A search that takes seconds; its result must be the same on all machines.
