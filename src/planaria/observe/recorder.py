@@ -407,7 +407,7 @@ class Recorder:
             order, joined = self._matching_event(
                 "join", message.joined, noticed_s=message.noticed_s
             )
-            reason = "taken at once, to make up for a loss"
+            reason = "got work in the recovery from a loss"
             joined = replace(joined, nodes=message.joined, reason=reason, epoch=message.epoch)
             self._events.append((order, replace(joined, iteration=message.iteration)))
 
