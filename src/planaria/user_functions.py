@@ -27,7 +27,7 @@ def user_function(target: str, *, field: str) -> Callable[..., Any]:
     if not module_name or not function_name:
         raise ConfigError(field, target, 'write it as "module:function"')
     try:
-        with importing_for(field, target), _draw_from(module_name):
+        with importing_for(field, target), _seeding(module_name):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A module that the user's own module lacks is the user's error, shown with its traceback.
@@ -49,28 +49,33 @@ def user_function(target: str, *, field: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _draw_from(name: str) -> Iterator[None]:
-    """A context in which Python, numpy and torch draw from a seed of a name; it restores them.
+def _seeding(name: str) -> Iterator[None]:
+    """A context in which a module is imported, which draws from a seed of its name.
 
-    Each process imports a module itself, and all must get the same one. Torch is seeded on the
-    processor, and only where it is loaded: what trains nothing runs without it.
+    Each process imports a module itself, and all must get the same one. A seed that the module sets
+    itself holds on. What fails leaves Python's, numpy's and torch's generators as they were. Torch
+    is seeded on the processor, and only where it is loaded: what trains nothing runs without it.
     """
+    if name in sys.modules:
+        yield
+        return
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
     torch = sys.modules.get("torch")
     before = random.getstate(), np.random.get_state()
     torch_before = torch.default_generator.get_state() if torch else None
+    random.seed(seed)
+    np.random.seed(seed)
+    if torch:
+        torch.default_generator.manual_seed(seed)
     try:
-        random.seed(seed)
-        np.random.seed(seed)
-        if torch:
-            torch.default_generator.manual_seed(seed)
         yield
-    finally:
+    except BaseException:
         random.setstate(before[0])
         np.random.set_state(before[1])
         if torch:
             torch.default_generator.set_state(torch_before)
+        raise
 
 
 @contextmanager

@@ -53,6 +53,7 @@ from planaria.transport.connection import MESSAGE_BYTES_MAX
 from planaria.transport.pacing import Pacing
 from planaria.transport.sockets import is_loopback
 from planaria.transport.timekeeping import Timekeeper
+from planaria.user_functions import user_function
 
 # A profile that was not measured may be wrong, and commit vectors are in no profile.
 _MESSAGE_SLACK_BYTES: Final = 1 << 30
@@ -72,6 +73,10 @@ def load_model(
         profile: profile of a paced model; ignored for other models.
         timekeeper: clock by which a paced model sleeps.
     """
+    # As loaders do, which import no model: a module draws as the first one to import it does.
+    for field, target in (("data.target", job.data.target), ("data.collate", job.data.collate)):
+        if target:
+            user_function(target, field=field)
     if job.model.kind == "paced":
         assert profile is not None
         return paced_model(
@@ -117,12 +122,13 @@ def device_of(job: JobConfig, *, rank: int, pinned_bytes: int = 0) -> Device:
     """
     device = find_device("cpu" if job.model.kind == "paced" else job.cluster.device, rank=rank)
     device.begin(is_deterministic=job.training.deterministic, pinned_bytes=pinned_bytes)
-    # A user's layers may be compiled, too. Where the first backward is a whole one, torch would
-    # compile it to reuse the memory of activations, and refuse to split a later one.
-    functorch: Any = importlib.import_module("torch._functorch.config")
-    with suppress(AttributeError):  # Not every release of torch has the key.
-        functorch.donated_buffer = False
-    if job.training.compile:
+    if not job.training.compile:
+        # A user's layers may be compiled. Where the first backward is a whole one, torch would
+        # compile it to reuse the memory of activations, and refuse to split a later one.
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        with suppress(AttributeError):  # Not every release of torch has the key.
+            functorch.donated_buffer = False
+    else:
         # Processes that compile would outlive a worker that is killed.
         inductor: Any = importlib.import_module("torch._inductor.config")
         inductor.compile_threads = 1

@@ -7,8 +7,8 @@ leader or a member is lost meanwhile, the next rank leads.
 
 Two parts of a cluster that do not reach each other must not both go on. So members must be more
 than half of the ranks, or the processes of all others must be known to have ended: their machines
-refuse connections to them. Otherwise, if no more than half of the ranks are silent, `claim`
-decides, which a place that both parts write to answers once.
+refuse connections to them. Otherwise, of two halves, `claim` decides which one goes on, which a
+place that both write to answers once.
 """
 
 import json
@@ -211,7 +211,8 @@ def _reason_to_end(ranks: Ranks, members: Collection[int]) -> str:
         f"ranks {sorted(members)} are no more than half of {len(ranks.stores)}, and the others may "
         "go on without them; start the script again"
     )
-    if 2 * num_silent > len(ranks.stores):  # They would claim nothing.
+    # More than half would claim nothing, and some of those may have ended only since they went on.
+    if num_silent and 2 * len(others) > len(ranks.stores):
         return text
     if not num_silent or ranks.claim():
         return ""
