@@ -126,8 +126,8 @@ def _copied_layers(answer: Stopped, origin: Origin) -> frozenset[int]:
 def newest_copies(rules: Rules, state: JobState) -> Label | None:
     """The newest version of which members have copies of all layers; None if there is none.
 
-    Versions of which the one that the job went back to is made count, too: that one may be lost
-    before anybody has heard of it.
+    If the job went back to copies, older versions of their history count, too: those copies may be
+    lost before any rank is told to use them.
     """
     versions = _versions(rules, state, with_older=True)
     return max(versions, key=lambda label: (label.age, label.epoch), default=None)
@@ -177,7 +177,7 @@ def _versions(
 
 
 def _is_older(label: Label, origin: Origin) -> bool:
-    """Whether the copies that all went back to are built on a version."""
+    """Whether a version is an older state in the history of the copies that all went back to."""
     copied = origin.copied
     return copied is not None and label.since == copied.since and label.age <= copied.age
 

@@ -73,7 +73,8 @@ def load_model(
         profile: profile of a paced model; ignored for other models.
         timekeeper: clock by which a paced model sleeps.
     """
-    # As loaders do, which import no model: a module draws as the first one to import it does.
+    # Loaders import these alone. What a module draws depends on which module imports it first, and
+    # all processes must get the same.
     for field, target in (("data.target", job.data.target), ("data.collate", job.data.collate)):
         if target:
             user_function(target, field=field)

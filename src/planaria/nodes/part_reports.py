@@ -76,7 +76,11 @@ class PartReports:
         done = [report for report in self._newest.values() if report.is_done and not report.reason]
         num_layers = sum(report.num_layers for report in done)
         num_others = sum(report.num_others for report in done)
-        rest = f"; other nodes save {num_others} layers that it holds, too" if num_others else ""
+        rest = (
+            f"; {num_others} more layers that it holds are saved by other nodes"
+            if num_others
+            else ""
+        )
         iteration = max((report.iteration for report in done), default=-1)
         reasons = {
             report.reason or "it did not answer in time"
